@@ -1,10 +1,10 @@
 """``tfdist PROGRAM ...``, as ``python -m tfdist``: the programs of tfdist under one name.
 
-Where the first word names none of them, all is the launcher's: ``tfdist --workers 2 train.py`` is
-``tfdist launch --workers 2 train.py``.
+If the first word names no program, the launcher reads the whole command line. For example,
+``tfdist --workers 2 train.py`` is ``tfdist launch --workers 2 train.py``.
 
-Imports are in functions: they run after the directory of the user has moved to the end of
-`sys.path`.
+Functions import their modules, because `main` runs after the user's directory has moved to the end
+of `sys.path`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROGRAMS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program that the first word names and returns its exit code."""
+    """Run the program that the first word names and return its exit code."""
     from pathlib import Path
 
     from tfdist import __version__
@@ -87,6 +87,6 @@ def _overview() -> str:
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        # A secrets.py of the user, for example, must not replace Python's.
+        # The user's secrets.py, for example, must not shadow Python's module.
         sys.path.append(sys.path.pop(0))
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Command lines of our programs: a mistake is one line, and an error ends with its own code."""
+"""Command lines of tfdist's programs: one line for a mistake, one exit code for each error."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ _KINDS = {
     "switch": ("true or false", "alone", "unknown-value"),
 }
 _OTHER = ("a value that it can read", "VALUE", "bad-value")
-"""By the function that reads the text of a flag: what it is to be, what to write, and the code."""
+"""Expected value, example and error code, by the function that reads the text of a flag."""
 
 
 def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -> int:
-    """Run a program; return its exit code, or that of the error that ends it.
+    """Run a program and return its exit code, or the exit code of the error that it raises.
 
-    The line of an error begins with `name`, unless that is empty. A program that `is_report` has no
-    pipe or socket of its own but standard output: where that is closed nobody reads it to its end,
-    which is no error.
+    `name` starts the error line, unless it is empty. A program with `is_report` opens no pipes or
+    sockets, so a BrokenPipeError means that the reader has closed standard output. Such a program
+    exits without a message.
     """
-    with contextlib.suppress(OSError):  # it is set by then
+    with contextlib.suppress(OSError):  # a failed flush, after the change
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # a path may be none of its texts
+            sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be UTF-8
     try:
         return run()
     except TfdistError as error:
         print(f"{name}: {error}" if name else error, file=sys.stderr)
         return error.exit_code
-    except Stopped as stopped:  # the chief has said so
+    except Stopped as stopped:  # the chief has logged it
         return stopped.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         if not is_report:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python's end would write to it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python flushes the pipe at exit
         return _EXIT_SIGPIPE
 
 
 def require_writable(flag: str, path: Path | None) -> None:
-    """Raise UsageError where the file of a flag cannot be written, before the work for it."""
+    """Raise UsageError if the file of a flag cannot be written, before the program starts work."""
     if path is not None:
         is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
         require(
@@ -77,7 +77,7 @@ def require_writable(flag: str, path: Path | None) -> None:
 
 @contextlib.contextmanager
 def reading_file(flag: str, path: object, *, expected: str) -> Iterator[None]:
-    """Raise UsageError where the block cannot read the file of a flag, or finds another kind."""
+    """Raise UsageError if the block cannot read the file of a flag or its content is invalid."""
     try:
         yield
     except (OSError, ValueError, EOFError) as error:
@@ -87,11 +87,11 @@ def reading_file(flag: str, path: object, *, expected: str) -> Iterator[None]:
 
 
 def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[..., Any]:
-    """Return the function ``file.py:function``; raise `refused(reason)` where there is none.
+    """Return the function ``file.py:function``, or raise `refused(reason)` if it does not exist.
 
-    The file is run as a module, which finds those beside it as a program does.
+    The file is run as a module. It can import the modules beside it, as a script can.
     """
-    import importlib.util  # not for a --help
+    import importlib.util  # slow, and --help does not need it
 
     path, _, name = text.rpartition(":")
     spec = importlib.util.spec_from_file_location("module_of_a_flag", path) if path else None
@@ -107,16 +107,16 @@ def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[.
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `UsageError`, and takes no flag twice or by its beginning."""
+    """An `ArgumentParser` that raises `UsageError` and rejects repeated or abbreviated flags."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the values; raise UsageError, with the near name, for a flag that is unknown."""
+        """Return the values, or raise UsageError with the closest name for an unknown flag."""
         words = sys.argv[1:] if args is None else args
         self._refuse_words(words)
-        # Without a rest behind two dashes words may stand between flags, and behind them.
+        # Without "--", positional words may stand between and after flags.
         parse = self.parse_known_args if "--" in words else self.parse_known_intermixed_args
         values, rest = parse(words, namespace)
         if rest:
@@ -124,7 +124,7 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def unknown(self, word: str) -> UsageError:
-        """Return the error for a word that is no flag; a value behind it may be a secret."""
+        """Return the error for an unknown word, without its value, which may be a secret."""
         name = word.partition("=")[0]
         flags = ["--help", *self._option_string_actions]
         is_flag = name.startswith("--")
@@ -138,7 +138,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _refuse_words(self, words: Sequence[str]) -> None:
-        """Refuse a flag that comes twice, or with ``--``, which argparse drops."""
+        """Reject a repeated flag, and the value ``--``, which argparse would drop."""
         seen: set[str] = set()
         for word in itertools.takewhile(lambda word: word != "--", words):
             flag, _, value = word.partition("=")
@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
             seen.add(action.dest)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the UsageError for a message of argparse."""
+        """Convert a message of argparse to a UsageError and raise it."""
         where, received, fix = "command line", message, "see --help"
         expected, code = f"what {self.prog} takes", "command-line"
         if match := re.fullmatch(r"argument (\S+): (.*)", message):

@@ -1,8 +1,8 @@
 """``python -m tfdist.check [FILE ...] [-- COMMAND]``: find mistakes in a job before it starts.
 
-Runs the parsers that a task runs on TF_CONFIG, the environment, files and a command line, and looks
-at this host: packages, names, ports, memory, GPUs, proxies and the run directory. With ``--hosts``
-an agent of the launcher checks each host, and their packages are compared.
+Parses TF_CONFIG, the environment, files and a command line with the parsers of a task. Also checks
+this host: packages, names, ports, memory, GPUs, proxies and the run directory. With ``--hosts``, an
+agent of the launcher checks each host, and the packages of all hosts are compared.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from tfdist.launch.multihost.pipe import Pipe
 from tfdist.launch.options import PLACES, LaunchOptions
 
 PACKAGES = ("tensorflow", "keras", "numpy", "tfdist")
-"""Packages that every host needs, in the same version."""
+"""Packages that every host needs in the same version."""
 
 _COMPARED = (*PACKAGES, "python", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia driver")
 _DRIVER = Path("/proc/driver/nvidia/version")
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC reads these, in lower case only
+_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC reads only these lower-case names
 _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
-_TASK_BYTES = 1 << 30  # the import of TensorFlow takes 640 MB of it
+_TASK_BYTES = 1 << 30  # importing TensorFlow uses 640 MB of it
 _SHM_BYTES = 256 << 20
 _DISK_BYTES = 1 << 30
 _RENAMES = 50
@@ -73,7 +73,7 @@ Findings = Iterator[Finding]
 
 
 def of_error(error: UsageError, *, subject: str = "") -> Finding:
-    """Return the finding for an error of a parser."""
+    """Convert an error of a parser to a finding."""
     where = f"{subject} {error.where}".strip() if error.where != subject else subject
     problem = f"received {error.received}; expected {error.expected}"
     return Finding(subject=where, problem=problem, fix=error.fix)
@@ -83,7 +83,7 @@ def of_error(error: UsageError, *, subject: str = "") -> Finding:
 
 
 def check_environment(environ: Mapping[str, str]) -> Findings:
-    """Yield the mistakes of an environment, as a task in it would read it."""
+    """Yield the mistakes in an environment, read with the parser of a task."""
     try:
         config = read_environment(environ)
     except UsageError as error:
@@ -107,7 +107,7 @@ def _addresses(config: TaskConfig) -> list[tuple[str, int]]:
 
 
 def _check_cluster(config: TaskConfig) -> Findings:
-    """Yield addresses that are valid one by one, but cannot be those of a job."""
+    """Yield addresses that are valid individually but cannot belong to one job."""
     hosts = [host for host, _ in _addresses(config)]
     local = [host for host in hosts if is_loopback(host) or host in ("0.0.0.0", "[::]")]
     if local and len(local) < len(hosts):
@@ -131,7 +131,7 @@ def _check_proxies(environ: Mapping[str, str], hosts: Sequence[str]) -> Findings
 
 
 def check_file(name: str) -> Findings:
-    """Yield the mistakes of TF_CONFIG (.json), a config file (.py) or an environment (.env)."""
+    """Yield the mistakes in TF_CONFIG (.json), a config file (.py) or an environment (.env)."""
     path = Path(name)
     if path.suffix == ".py":
         yield from check_command(["tfdist", "train", f"--config={name}"], subject=name)
@@ -154,7 +154,7 @@ def check_file(name: str) -> Findings:
 
 
 def check_command(words: Sequence[str], *, subject: str = "command") -> Findings:
-    """Yield the mistakes of a command of `tfdist.launch` or `tfdist.train`; config files run."""
+    """Yield the mistakes in a command of `tfdist.launch` or `tfdist.train` (runs config files)."""
     from tfdist.configs.command_line import parse as parse_train
     from tfdist.launch.options import DEFAULT_MODULE, parse
 
@@ -169,14 +169,14 @@ def check_command(words: Sequence[str], *, subject: str = "command") -> Findings
             fix = "write a command of tfdist.launch or tfdist.train behind --"
             yield Finding(subject=subject, problem=f"{shlex.join(words)} is neither", fix=fix)
             return
-        with contextlib.redirect_stdout(io.StringIO()):  # the output of the config file
+        with contextlib.redirect_stdout(io.StringIO()):  # discard the output of the config file
             parse_train(arguments)
     except UsageError as error:
         yield of_error(error, subject=subject)
 
 
 def _program_of(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return launch or train, or an empty text, and the arguments of a command."""
+    """Return ``launch``, ``train`` or an empty text, and the arguments of a command."""
     for position, word in enumerate(words):
         name, rest = word.rpartition("/")[2], list(words[position + 1 :])
         if name in ("tfdist.launch", "tfdist.train"):
@@ -191,7 +191,7 @@ def _program_of(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that matter, of Python and of the GPU driver."""
+    """Return the versions of the compared packages, of Python and of the GPU driver."""
     found = {"python": platform.python_version()}
     for name in _COMPARED:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -204,7 +204,7 @@ def versions() -> dict[str, str]:
 def check_host(
     environ: Mapping[str, str], *, machine: Machine | None = None, run_dir: str = "."
 ) -> Findings:
-    """Yield the mistakes of this host for the job of an environment."""
+    """Yield the problems of this host for the job that an environment describes."""
     machine = machine or this_machine(environ)
     with contextlib.suppress(UsageError):  # `check_environment` reports it
         config = read_environment(environ)
@@ -217,7 +217,7 @@ def check_host(
 
 
 def check_packages(found: Mapping[str, str], requirements: Sequence[str]) -> Findings:
-    """Yield packages that are missing, or that tfdist was not tested with."""
+    """Yield missing packages, and packages in versions that tfdist is not tested with."""
     from packaging.requirements import Requirement
 
     for name in PACKAGES:
@@ -265,16 +265,16 @@ def _check_machine(machine: Machine) -> Findings:
 
 
 def available_bytes() -> int:
-    """Return how many bytes new processes can use before the kernel kills one."""
+    """Return how many bytes new processes can use before the kernel kills a process."""
     groups = [max(0, limit - used) for limit, used in memory_groups()]
     return min([int(psutil.virtual_memory().available), *groups])
 
 
 def check_directory(name: str) -> Findings:
-    """Yield what keeps checkpoints from being saved there: no right, no fsync, a torn rename."""
+    """Yield the reasons that prevent saving there: permissions, fsync, rename, disk space."""
     path = Path(name)
     while not path.exists() and path != path.parent:
-        path = path.parent  # the job makes the rest
+        path = path.parent  # the job creates the missing directories
     try:
         with tempfile.TemporaryDirectory(prefix=".tfdist-check-", dir=path) as folder:
             page = Path(folder) / "page"
@@ -297,7 +297,7 @@ def check_directory(name: str) -> Findings:
 
 
 def _torn_reads(page: Path) -> int:
-    """Return how many reads of a page found neither the old nor the new one while it changed."""
+    """Return how many reads of a page found neither version while another replaced it."""
     is_over, torn = threading.Event(), 0
 
     def read() -> None:
@@ -325,7 +325,7 @@ def _torn_reads(page: Path) -> int:
 
 
 def check_hosts(options: LaunchOptions, environ: Mapping[str, str], *, run_dir: str) -> Findings:
-    """Have an agent check each host, and compare the versions of their packages."""
+    """Start an agent on each host to check it, then compare the versions of their packages."""
     if options.hosts is not None:
         hosts = [host for host, _ in parse_hosts(options.hosts)]
     elif options.on == "ray":
@@ -349,7 +349,7 @@ def check_hosts(options: LaunchOptions, environ: Mapping[str, str], *, run_dir: 
 def _answers(
     hosts: Sequence[str], shell: Sequence[str], first: Message
 ) -> Iterator[tuple[str, Message | Finding]]:
-    """Start an agent on each host; yield the host with its answer, or why there is none."""
+    """Start an agent on each host. Yield the host and its answer, or a finding if it has none."""
     agents: dict[str, PipeAgent] = {}
     quiet: Any = {"show": lambda _: None, "say": lambda _: None, "may_read": lambda: True}
     for host in dict.fromkeys(hosts):
@@ -377,7 +377,7 @@ def _answers(
 
 
 def serve(first: Message, pipe: Pipe) -> int:
-    """Check this host as an agent, and send the findings and the versions."""
+    """Check this host in an agent, and send the findings and the versions to the launcher."""
     environ = dict(os.environ)
     findings = [*check_environment(environ), *check_host(environ, run_dir=first["run_dir"])]
     pipe.send({"findings": list(map(dataclasses.asdict, findings)), "versions": versions()})
@@ -385,7 +385,7 @@ def serve(first: Message, pipe: Pipe) -> int:
 
 
 def compare(found: Mapping[str, Mapping[str, str]]) -> Findings:
-    """Yield packages whose versions differ between hosts."""
+    """Yield the packages that differ in version between hosts."""
     for name in _COMPARED:
         by_version: dict[str, list[str]] = {}
         for host, has in found.items():
@@ -402,7 +402,7 @@ def compare(found: Mapping[str, Mapping[str, str]]) -> Findings:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code: 0 without findings, 1 with warnings, 2 with errors."""
+    """Run the program and return exit code 0 without findings, 1 with warnings, 2 with errors."""
     words = list(sys.argv[1:] if argv is None else argv)
     return run_program("tfdist.check", lambda: _run(words), is_report=True)
 

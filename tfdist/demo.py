@@ -1,7 +1,7 @@
 """``tfdist demo``: train a CNN on the digits with 4 workers and 1 parameter server.
 
-The job is `tfdist.launch`'s, with what `tfdist.train` trains without a config file. It is meant for
-any machine, so it leaves GPUs alone.
+`tfdist.launch` runs the job, and `tfdist.train` trains with its default configuration. The demo
+uses only CPUs, so that it runs on any machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ in about a minute. With --strategy the shape of the job is yours:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return the exit code of its job."""
+    """Run the demo and return the exit code of its job."""
     flags = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(flags):
         print(_HELP)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command(flags: Sequence[str]) -> list[str]:
-    """Return the launcher's arguments: the demo's job, unless `flags` have a strategy."""
+    """Return the launcher's arguments: the demo's job, unless `flags` set a strategy."""
     given = {word.removeprefix("--").partition("=")[0] for word in flags if word[:2] == "--"}
     ours = {} if "strategy" in given else _SHAPE
     return [*(f"--{name}={ours[name]}" for name in ours if name not in given), *flags]

@@ -1,7 +1,7 @@
 """``tfdist env``: versions, machine and environment variables, to paste into an issue.
 
-Loads no TensorFlow, so that it also works where TensorFlow does not. Values that may be secrets
-are not shown.
+Does not import TensorFlow, so it also works if TensorFlow is broken. Does not print values that may
+be secrets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PACKAGES = (
     *("protobuf", "grpcio", "h5py", "ml_dtypes", "tensorflow-datasets", "keras-tuner"),
     *("tf_keras", "ray", "mlflow", "wandb"),
 )
-"""Packages that have caused problems before, beside those that every host needs."""
+"""Further packages that have caused problems before."""
 _VARIABLES = re.compile(
     r"(TFDIST|TF|KERAS|CUDA|NVIDIA|NCCL|GRPC|XLA|OMP|KMP|MKL|OPENBLAS|PMI|OMPI_COMM_WORLD)_\w+"
     r"|SLURM_(JOB|STEP|PROCID|NODEID|LOCALID|NTASKS|NNODES|HET|RESTART)\w*"
@@ -33,7 +33,7 @@ _GIB = 1 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; return the exit code."""
+    """Print the report and return the exit code."""
     return run_program("tfdist.env", lambda: _run(argv), is_report=True)
 
 
@@ -45,9 +45,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def report(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield names and values: versions, the machine, then the variables of `environ` that matter.
+    """Yield names and values: versions, the machine, and the relevant variables of `environ`.
 
-    The value of a variable that is named as a secret is, or that looks like one, is left out.
+    The value of a variable is hidden if its name or its value may be that of a secret.
     """
     machine, found = this_machine(environ), versions()
     for name in dict.fromkeys([*reversed(PACKAGES), *found]):

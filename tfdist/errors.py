@@ -1,6 +1,6 @@
 """Exception types and the exit code of each.
 
-A user's mistake is one line, ``where: received X; expected Y. Fix: Z``, and no traceback.
+A user's mistake prints one line, ``where: received X; expected Y. Fix: Z``, without a traceback.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ EXIT_STOPPED = 143
 
 
 class TfdistError(Exception):
-    """Base of every error that tfdist raises; `exit_code` is that of the program."""
+    """Base class of tfdist's errors. `exit_code` is the exit code of the program."""
 
     exit_code: int = EXIT_FAILED
 
 
 class UsageError(TfdistError, ValueError):
-    """A mistake in what the user wrote; found before anything is started or overwritten.
+    """A user's mistake, detected before any process starts or any file is overwritten.
 
-    `code` names the cause and stays when the wording changes: the rule that is
-    broken (``"TFC016"``), else a few words in lower case (``"unknown-value"``). `where` and `code`
-    are what tests and programs compare; the line is for the reader.
+    `code` names the cause and stays stable when the wording changes. It is the broken rule
+    (``"TFC016"``), or a few lower-case words (``"unknown-value"``). Tests and programs compare
+    `where` and `code`. The message is for the reader.
     """
 
     exit_code = EXIT_USAGE
@@ -53,23 +53,23 @@ class UsageError(TfdistError, ValueError):
 
 
 class StartupTimeout(TfdistError, TimeoutError):
-    """A peer did not come within the time given; the message names it. Worth another try."""
+    """A peer did not connect within the timeout. The message names it. Retrying may help."""
 
     exit_code = EXIT_PEER_MISSING
 
 
 class PeerLost(TfdistError):
-    """A task that was there has gone, and the job cannot go on without it. Worth another try."""
+    """The connection to a task was lost and the job cannot continue. Retrying may help."""
 
     exit_code = EXIT_PEER_MISSING
 
 
 class JobFailed(TfdistError):
-    """A job of `tfdist.spawn` has failed; the message says which task failed first, and of what.
+    """A job of `tfdist.spawn` failed. The message names the first task that failed and its error.
 
-    `exit_code` is the job's, `task` the first failure's, such as ``"worker-1"``, "" where the job
-    did not come to have tasks; `traceback` is the text of its traceback, "" where it has none. The
-    exception itself is the `__cause__`, where it can be sent to another process.
+    `exit_code` is the exit code of the job. `task` is the first task that failed, such as
+    ``"worker-1"``, or "" if no task was started. `traceback` is the text of its traceback, or "".
+    If the task's exception can be pickled, it is the `__cause__`.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class JobFailed(TfdistError):
 
 
 class Stopped(SystemExit):
-    """`fit` was asked to stop by a signal, has saved what it could, and ends.
+    """`fit` received a signal that requests a stop, and has saved its state if possible.
 
-    As the end of a program and no error of it, it passes ``except Exception``, and where nobody
-    catches it the process ends with the exit code and without a traceback. `str` is the line that
-    the chief has logged.
+    It is a SystemExit, so ``except Exception`` does not catch it. If no code catches it, the
+    process exits with `exit_code` and without a traceback. `str` returns the line that the chief
+    logged.
     """
 
     def __init__(self, signum: int, message: str = "") -> None:
-        import signal  # here, as this module is loaded by all that must start fast
+        import signal  # imported here to keep the start of all programs fast
 
         self.signum = int(signum)
         self.exit_code = EXIT_INTERRUPTED if signum == signal.SIGINT else EXIT_STOPPED
@@ -115,14 +115,14 @@ def near(name: str, choices: Iterable[str]) -> str:
 
 
 def named(things: Iterable[object], *, most: int = 8) -> str:
-    """Return tasks, say, as a list for a person, the first ones only where there are many."""
+    """Return a comma-separated list of at most `most` names and the number of further names."""
     names = [str(thing) for thing in things]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def given_twice(flag: str) -> UsageError:
-    """Return the error for a flag given twice, of which the last would silently be taken."""
+    """Return the error for a repeated flag (argparse would silently use the last value)."""
     return UsageError(
         flag, received="it twice", expected="one value", fix="give it once", code="given-twice"
     )
@@ -131,7 +131,7 @@ def given_twice(flag: str) -> UsageError:
 def require(
     condition: object, where: str, *, received: object, expected: str, fix: str, code: str
 ) -> None:
-    """Raise the error unless `condition` holds; for texts that cost nothing to build."""
+    """Raise UsageError unless `condition` holds. Use it if the texts are cheap to build."""
     if not condition:
         raise UsageError(where, received=received, expected=expected, fix=fix, code=code)
 
@@ -139,7 +139,7 @@ def require(
 def require_int(
     where: str, value: object, *, least: int | None = None, fix: str = "", code: str = "not-an-int"
 ) -> int:
-    """Return `value` as an int: Python's or NumPy's, no bool, and of at least `least`."""
+    """Return an int (also NumPy's, but no bool) of at least `least`, or raise UsageError."""
     if not isinstance(value, bool) and hasattr(value, "__index__"):
         number = operator.index(value)
         if least is None or number >= least:
@@ -164,11 +164,11 @@ def require_number(
     fix: str = "",
     code: str = "not-a-number",
 ) -> float:
-    """Return `value` as a finite float that is more than `above` and at least `least`."""
+    """Return `value` as a finite float greater than `above` and at least `least`."""
     if not isinstance(value, bool) and isinstance(value, numbers.Real):
         try:
             number = float(value)
-        except OverflowError:  # of a whole number that no float holds
+        except OverflowError:  # an int too large for a float
             number = math.inf
         within = (above is None or number > above) and (least is None or number >= least)
         if math.isfinite(number) and within:
@@ -187,7 +187,7 @@ def require_number(
 def require_one_of(
     where: str, value: object, choices: Iterable[str], *, fix: str = "", code: str = "unknown-value"
 ) -> str:
-    """Return `value` if it is one of `choices`; the error names the one that is nearest."""
+    """Return `value` if it is in `choices`, else raise UsageError with the closest choice."""
     names = list(choices)
     if isinstance(value, str) and value in names:
         return value
@@ -201,8 +201,8 @@ def require_one_of(
 
 
 def require_packages(where: str, *names: str, extra: str) -> None:
-    """Raise an error unless the packages of an extra of tfdist are installed."""
-    import importlib.util  # here, as this module is loaded by all that must start fast
+    """Raise UsageError unless the packages of an extra of tfdist are installed."""
+    import importlib.util  # imported here to keep the start of all programs fast
 
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     require(
@@ -217,7 +217,7 @@ def require_packages(where: str, *names: str, extra: str) -> None:
 
 @contextlib.contextmanager
 def opening_port(flag: str, address: object) -> Iterator[None]:
-    """Raise UsageError, of the flag that gives an address, where the block cannot listen there."""
+    """Raise UsageError for the flag of an address if the block cannot listen on that address."""
     try:
         yield
     except (OSError, OverflowError) as error:
@@ -232,11 +232,11 @@ def opening_port(flag: str, address: object) -> Iterator[None]:
 
 
 def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:
-    """Raise an error if more than one of `given` is set; None, False and "" are not.
+    """Raise UsageError if more than one of `given` is set (None, False and "" count as unset).
 
     Args:
-        given: The values by the names that the user wrote, such as ``{"--join": options.join}``.
-        fix: What to do instead; by default to leave out all but one.
+        given: Values by the names that the user wrote, such as ``{"--join": options.join}``.
+        fix: Advice in the error (default: leave out all but one).
     """
     names = [name for name, value in given.items() if value not in (None, False, "")]
     if len(names) > 1:

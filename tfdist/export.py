@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 0.25
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     return run_program("tfdist.export", lambda: _export(argv))
 
 
@@ -58,10 +58,10 @@ def _export(argv: Sequence[str] | None) -> int:
 
 
 def _publish(options: Any) -> Path:
-    """Export what the source has now."""
+    """Export the newest or selected model of the source and return the version's directory."""
     require_packages("tfdist.export", "tensorflow_serving", extra="serving")
     samples = _samples(options.samples) if options.samples else None
-    # Only now: a wrong flag is answered without the seconds that TensorFlow takes to load.
+    # Imported here, so that a wrong flag is reported before TensorFlow loads (seconds).
     from tfdist.serving.export import export_model, read_model
 
     model, origin = read_model(
@@ -78,7 +78,7 @@ def _publish(options: Any) -> Path:
 
 
 def _samples(path: Path) -> Any:
-    """Return the array in a file; raise UsageError where there is none."""
+    """Return the array in a file, or raise UsageError if the file has none."""
     import numpy as np
 
     with reading_file("--samples", path, expected="an array, as numpy.save writes it"):
@@ -86,10 +86,10 @@ def _samples(path: Path) -> Any:
 
 
 def _follow(options: Any) -> None:
-    """Export what the source has, and whatever is new in it, until SIGTERM or Ctrl-C.
+    """Export the source's model, and each newer model, until SIGTERM or Ctrl-C.
 
-    What has come until then is exported too. Raises TfdistError where the first export fails;
-    later ones are logged, and the next is tried.
+    A model that is newer at that time is exported before the program exits. Raises TfdistError if
+    the first export fails. Later failures are logged, and the next model is tried.
     """
     from tfdist.serving.export import newest_in
 
@@ -108,7 +108,7 @@ def _follow(options: Any) -> None:
 
     def publish() -> None:
         print(_publish(options), flush=True)
-        there.update(_published(options))  # it may have read a newer one than was found
+        there.update(_published(options))  # it may be newer than `newest` found
 
     _publish_each(newest, publish, pause=lambda: stop.wait(_LOOK_EVERY_S))
 
@@ -119,9 +119,9 @@ def _set_at_eof(stop: threading.Event) -> None:
 
 
 def _published(options: Any) -> set[str]:
-    """Return what of the source is a version already, such as of a run that resumes.
+    """Return the checkpoints of the source that are published already, in `newest_in`'s form.
 
-    In the words of `newest_in`: a run that was begun anew has other checkpoints of the same steps.
+    The form has the step and the time of the save: a restarted run may save the same step again.
     """
     there = set()
     for file in options.directory.glob("*/*/manifest.json"):
@@ -135,7 +135,7 @@ def _published(options: Any) -> set[str]:
 def _publish_each(
     newest: Callable[[], str | None], publish: Callable[[], None], *, pause: Callable[[], bool]
 ) -> None:
-    """Publish whenever there is another newest one, for the last time once `pause` returns True."""
+    """Publish each newer model. After `pause` returns True, check a last time and return."""
     last: str | None = None
     said, has_ended = "", False
     while True:
@@ -148,7 +148,7 @@ def _publish_each(
             if last is None:
                 raise
             before, said = said, f"{found or 'the newest'} is not published: {error}"
-            if said != before:  # a directory that cannot be read may be so for long
+            if said != before:  # log a repeated failure only once
                 _LOG.error("%s", said)
         last = found or last
         if has_ended:

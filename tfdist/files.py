@@ -1,4 +1,4 @@
-"""Files that appear whole, are on the disk, and have one holder at a time."""
+"""Atomic writes, durable writes and file locks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     import filelock
 
 _RETRY_S = 0.1
-# A link could name any file of this user, and a FIFO would be waited for.
+# A link could name any file of this user, and opening a FIFO would block.
 _UNTRUSTED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
-    """Return once a file is on the disk, or what was made or renamed in a directory."""
+    """Flush a file to the disk, or the entries of a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,11 +33,11 @@ def fsync(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Yield the path of a file to write, which replaces `path` when the block ends without error.
+    """Yield the path of a temporary file that replaces `path` if the block ends without an error.
 
-    It is beside it, with the same suffix, and of one name. A file or a link that a killed process
-    or another user left there is removed. Without `durable` the disk is not waited for: a crash of
-    the machine may lose it.
+    The temporary file is in the same directory, with the same suffix and a fixed name. A file or
+    link of that name, left by a killed process or another user, is removed first. Without
+    `durable` the write is not flushed, so a crash of the machine may lose it.
     """
     unfinished = path.with_name(f".partial-{path.name}")
     unfinished.unlink(missing_ok=True)
@@ -51,12 +51,12 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
             unfinished.unlink()
         raise
     if durable:
-        with contextlib.suppress(OSError):  # not every file system has it for a directory
+        with contextlib.suppress(OSError):  # some file systems cannot fsync a directory
             fsync(path.parent)
 
 
 def write_text(path: Path, text: str, *, durable: bool = True, private: bool = False) -> None:
-    """Write a file whole or not at all; raise OSError. A `private` one is for its owner only."""
+    """Write a file atomically, or raise OSError. With `private`, only the owner can read it."""
     mode = 0o600 if private else 0o666
     with (
         replacing(path, durable=durable) as unfinished,
@@ -68,14 +68,14 @@ def write_text(path: Path, text: str, *, durable: bool = True, private: bool = F
 
 
 def write_json(path: Path, content: Any, *, durable: bool = True, private: bool = False) -> None:
-    """Write JSON whole or not at all, as `write_text`; raise OSError."""
+    """Write JSON atomically, with the options of `write_text`, or raise OSError."""
     write_text(path, json.dumps(content, indent=1) + "\n", durable=durable, private=private)
 
 
 def require_private(file: IO[bytes], *, where: str) -> None:
-    """Raise UsageError for an open file with a secret that other users of the machine can read.
+    """Raise UsageError if other users of the machine can read an open file with a secret.
 
-    A group may read the file of another owner, as root gives one to a container's user.
+    A group may read the file of another owner: root shares secrets with a container in this way.
     """
     status = os.fstat(file.fileno())
     is_own = status.st_uid == os.geteuid()
@@ -91,9 +91,9 @@ def require_private(file: IO[bytes], *, where: str) -> None:
 
 
 def open_untrusted(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file; raise OSError for a link, a directory or a FIFO.
+    """Return a descriptor of a regular file, or raise OSError for a link, a directory or a FIFO.
 
-    For files in directories that other users can fill. `open` takes it as its `opener`.
+    Use it in directories that other users can write to. `open` accepts it as `opener`.
     """
     try:
         descriptor = os.open(path, flags | _UNTRUSTED, 0o666)
@@ -106,14 +106,14 @@ def open_untrusted(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> in
 
 
 def _named(error: OSError) -> OSError:
-    """Return the error, which names a link for what it is."""
+    """Return the error with a clear text if the file is a symbolic link."""
     if error.errno != errno.ELOOP:
         return error
     return OSError(errno.ELOOP, "a symbolic link", error.filename)
 
 
 def move_aside(directory: Path, names: Iterable[str]) -> None:
-    """Move files to ``old-1``, ``old-2``, ... inside their directory, in this order."""
+    """Move files to ``old-1``, ``old-2``, ... inside their directory, in the given order."""
     number = 1
     while (directory / f"old-{number}").exists():
         number += 1
@@ -125,7 +125,7 @@ def move_aside(directory: Path, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def one_line_errors(where: object) -> Iterator[None]:
-    """Raise TfdistError, which names `where`, for an OSError in the block."""
+    """Convert an OSError in the block to a one-line TfdistError that names `where`."""
     try:
         yield
     except OSError as error:
@@ -133,7 +133,7 @@ def one_line_errors(where: object) -> Iterator[None]:
 
 
 class Held(TfdistError):
-    """Another process holds the lock; `holder` is its id, or ``unknown``."""
+    """Another process holds the lock. `holder` is its process id, or ``unknown``."""
 
     def __init__(self, path: Path, holder: str) -> None:
         super().__init__(f"{path} is locked by process {holder}")
@@ -141,12 +141,12 @@ class Held(TfdistError):
 
 
 class FileLock:
-    """Lock of a file: the kernel releases it when the process ends, however that ends.
+    """File lock that the kernel releases when the process exits or is killed.
 
-    Held from `acquire` until `release`, the end of this object, or of the process. A process
-    forked meanwhile, such as one that reads data, does not keep it. A file stays there, with the
-    id of the process; only the kernel's lock says whether it is held. A link is not followed, and
-    a directory cannot be locked.
+    The lock is held from `acquire` until `release`, the deletion of this object, or the exit of the
+    process. A child process forked meanwhile, such as a data reader, does not keep the lock. The
+    file remains and contains the process id. Only the kernel's lock says whether it is held. Links
+    are not followed, and directories cannot be locked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -166,27 +166,27 @@ class FileLock:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it is held, and its file is still the one at the path."""
+        """Return whether the lock is held and its file is still the file at the path."""
         with contextlib.suppress(OSError):
             found = self._file if self.held else None
             return found is not None and os.path.samestat(os.lstat(self.path), found)
         return False
 
     def acquire(self, *, within_s: float = _RETRY_S) -> Self:
-        """Take the lock and return it; raise Held after `within_s`, and OSError.
+        """Acquire the lock and return it, or raise Held after `within_s` seconds, or OSError.
 
-        The default is one more try, because `is_held` in another process takes it for a moment.
+        The default allows a retry, because `is_held` in another process locks it for a moment.
         """
         if self.held:
             return self
-        import filelock  # here, as this module is loaded by all that must start fast
+        import filelock  # imported here to keep the start of all programs fast
 
-        os.stat(self.path.parent)  # filelock would make it
+        os.stat(self.path.parent)  # raise if it is missing: filelock would create it
         files: list[os.stat_result] = []
         lock = filelock.FileLock(
             self.path,
             within_s,
-            thread_local=False,  # one thread takes it, and another one may release it
+            thread_local=False,  # another thread may release it
             fallback_to_soft=False,
             on_acquired=lambda descriptor: files.append(_sign(descriptor)),
         )
@@ -206,9 +206,9 @@ class FileLock:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process has the lock of a file; False without one."""
-    for flags in (os.O_RDWR, os.O_RDONLY):  # NFS locks only a file that is open for writing
-        # It is another user's, not there, or cannot be locked.
+    """Return whether a process holds the lock of a file (False if the file is missing)."""
+    for flags in (os.O_RDWR, os.O_RDONLY):  # NFS locks only files that are open for writing
+        # The file may be missing, not accessible, or impossible to lock.
         with contextlib.suppress(OSError):
             descriptor = open_untrusted(path, flags)
             try:
@@ -222,9 +222,9 @@ def is_held(path: Path) -> bool:
 
 
 def _sign(descriptor: int) -> os.stat_result:
-    """Write the id of this process into a lock's file; return its status.
+    """Write this process's id into the lock's file and return the file's status.
 
-    Raises OSError if that would write into another file: a hard link to it, or a FIFO.
+    Raises OSError for a hard link or a FIFO, because the write would change another file.
     """
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:

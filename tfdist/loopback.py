@@ -1,4 +1,4 @@
-"""A document on this machine's loopback that is made anew for each request."""
+"""HTTP server on loopback for one document that is generated for each request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMES = (_ADDRESS, "localhost")
 
 
 def listen(port: int, *, flag: str) -> socket.socket:
-    """Return a socket that listens on `port`, 0 for any; UsageError, of `flag`, where it cannot."""
+    """Return a socket that listens on `port` (0: any free port), or raise UsageError for `flag`."""
     with opening_port(flag, port):
         return socket.create_server((_ADDRESS, port))
 
@@ -23,10 +23,10 @@ def listen(port: int, *, flag: str) -> socket.socket:
 def make_server(
     listener: socket.socket, make_text: Callable[[], str], *, path: str, content_type: str
 ) -> ThreadingHTTPServer:
-    """Return a server of one document; it makes one at a time, and closes the listener at its end.
+    """Return a server of one document, which owns the listener and generates one text at a time.
 
-    It answers requests that name this machine, so that no page of another site can read it. Each
-    connection has a thread, as browsers open some that say nothing for long.
+    It answers only requests with this machine's name in Host, so that other sites cannot read the
+    document. Each connection has a thread, because browsers open connections and leave them idle.
     """
     turn = threading.Lock()
 
@@ -43,7 +43,7 @@ def make_server(
                 except TfdistError as error:
                     self._answer(500, str(error))
                 else:
-                    with contextlib.suppress(ConnectionError):  # a reader that has left
+                    with contextlib.suppress(ConnectionError):  # the client disconnected
                         self._answer(200, text)
 
         def _answer(self, status: int, text: str) -> None:
@@ -57,7 +57,7 @@ def make_server(
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Log nothing: one asks every few seconds."""
+            """Log nothing: clients poll every few seconds."""
 
     server = ThreadingHTTPServer(listener.getsockname(), Handler, bind_and_activate=False)
     server.socket.close()

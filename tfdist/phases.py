@@ -1,7 +1,7 @@
-"""Progress register of this process: its phase and step, read by the heartbeat.
+"""Phase and step of this process, read by the heartbeat.
 
-The program enters a phase; a thread beside it tells the launcher. Without a launcher nobody reads
-it, and entering a phase costs a microsecond.
+The training thread enters a phase, and a heartbeat thread sends it to the launcher. Without a
+launcher no heartbeat is sent, and entering a phase costs a microsecond.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ PHASES = (
     "callback",
     "done",
 )
-"""What a task does, in the order in which it first does it.
+"""Phases of a task, in the order in which it first enters them.
 
-In ``rendezvous``, ``step``, ``save`` and ``validate`` it may wait for other tasks; ``callback`` is
-code of the user's own between two ranges of steps. In ``import`` and ``done``, before and after the
-training, and in ``serve``, as a worker or ps that a chief gives work to, it may take its time; in
-``barrier`` it waits there for others, who may.
+In ``rendezvous``, ``step``, ``save`` and ``validate`` a task may wait for other tasks. ``callback``
+is user code between two ranges of steps. ``import`` and ``done`` (before and after training) and
+``serve`` (a worker or ps that executes a chief's work) have no time limit. In ``barrier`` a task
+waits for other tasks, which may be in a phase without limit.
 """
 
 SUM = "sum"
-"""What a task says instead of one of `_WITH_SUMS` while it is at a sum over the tasks: who is not
-there holds the others up."""
+"""Phase reported instead of a phase in `_WITH_SUMS` while the task is in a sum over all tasks. A
+task that has not reached the sum delays the others."""
 
 _WITH_SUMS = ("trace", "step", "save", "validate")
 
 UNTIMED = ("import", "done")
-"""Phases that are a program's own code, which takes as long as it takes."""
+"""Phases that run the program's own code, without a time limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseState:
-    """Where a task stands.
+    """Phase and step of a task.
 
     Attributes:
-      phase: one of `PHASES`.
-      step: optimizer steps done, None before the training loop.
+      phase: One of `PHASES`.
+      step: Optimizer steps done, None before the training loop.
       since_s: `time.monotonic` when the phase was entered or `step` last changed.
-      first_step_s: `time.monotonic` when this process had done its first steps, None before.
+      first_step_s: `time.monotonic` after the first steps of this process, None before.
     """
 
     phase: str = "import"
@@ -61,12 +61,12 @@ class PhaseState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PendingWork:
-    """The oldest work unit that this process has dispatched and that is not done.
+    """The oldest work unit that this process has dispatched and that has not finished.
 
     Attributes:
-      task: who has it, as ``worker-1``.
-      since_s: `time.monotonic` when it was given.
-      is_first: whether it is the first that this task has been given, which takes longer.
+      task: Task that runs the work unit, such as ``worker-1``.
+      since_s: `time.monotonic` when it was dispatched.
+      is_first: Whether it is the first work unit of this task, which takes longer.
     """
 
     task: str
@@ -81,38 +81,38 @@ _is_at_sum = False
 
 
 def current() -> PhaseState:
-    """Return where this process stands; safe in any thread."""
+    """Return phase and step of this process (thread-safe)."""
     return _state
 
 
 def awaited() -> PendingWork | None:
-    """Return what this process waits for; safe in any thread."""
+    """Return the work unit that this process waits for, or None (thread-safe)."""
     return _awaited
 
 
 def set_pending_work(oldest: PendingWork | None) -> None:
-    """Report what this process waits for, None for nothing; for whoever dispatches the work."""
+    """Set the work unit that this process waits for, or None. The dispatching code calls it."""
     global _awaited
     _awaited = oldest
 
 
 def set_at_sum(is_at_sum: bool) -> None:
-    """Report whether this process is at a sum over the tasks; from whatever thread is."""
+    """Set whether this process is in a sum over the tasks. Any thread may call it."""
     global _is_at_sum
     _is_at_sum = is_at_sum
 
 
 def reported() -> str:
-    """Return the phase that heartbeats carry: a sum over tasks is one; safe in any thread."""
+    """Return the phase for heartbeats, `SUM` during a sum over the tasks (thread-safe)."""
     phase = _state.phase
     return SUM if _is_at_sum and phase in _WITH_SUMS else phase
 
 
 def enter(phase: str, *, step: int | None = None) -> None:
-    """Report that this process has begun a phase, and how many steps are done if that is known.
+    """Set the phase of this process, and the number of steps done if it is known.
 
-    For the thread that trains: what a thread beside it does is not what the process is doing.
-    Entering the phase that it is in says that work goes on.
+    Only the training thread calls it, because other threads do not represent the process.
+    Entering the current phase again reports progress.
     """
     global _state
     with _lock:
@@ -129,7 +129,7 @@ def enter(phase: str, *, step: int | None = None) -> None:
 
 
 def go_on() -> None:
-    """Report that what this process is in goes on; for a thread beside the one that entered it."""
+    """Report progress in the current phase, from another thread than the training thread."""
     global _state
     with _lock:
         _state = dataclasses.replace(_state, since_s=time.monotonic())
@@ -137,7 +137,7 @@ def go_on() -> None:
 
 @contextmanager
 def waiting_for_all() -> Iterator[None]:
-    """Enter ``barrier`` where nothing else says that this process may wait for the others."""
+    """Enter ``barrier`` for the block if the current phase is in `UNTIMED`."""
     if _state.phase not in UNTIMED:
         yield
         return
@@ -147,7 +147,7 @@ def waiting_for_all() -> Iterator[None]:
 
 @contextmanager
 def entered(phase: str) -> Iterator[None]:
-    """Enter a phase and go back to the one before at the end, also after an error."""
+    """Enter a phase for the block, then return to the phase before, also after an error."""
     before = _state.phase
     enter(phase)
     try:

@@ -28,14 +28,14 @@ from tfdist.files import require_private
 if TYPE_CHECKING:
     from tfdist.serving.supervisor import ServeOptions
 
-_LOCAL_ALONE = ("token", "tls_cert", "tls_key")  # of the flags, not of Ray
-_MOST = {"max_batch": 65535, "max_body_mib": 2047}  # a frame's number of 2 bytes; gRPC's int
-_SHORTEST_HANG_S = 5.0  # by default: a machine with much to do is silent for seconds
+_LOCAL_ALONE = ("token", "tls_cert", "tls_key")  # not for Ray's proxies
+_MOST = {"max_batch": 65535, "max_body_mib": 2047}  # limits of a 2-byte count, of gRPC's int
+_SHORTEST_HANG_S = 5.0  # lower bound of the default: a busy machine may be silent for seconds
 _NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_client")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     return run_program("tfdist.serve", lambda: _serve(argv))
 
 
@@ -100,7 +100,7 @@ def _check(options: Any) -> None:
         fix="pass --token FILE, or --insecure if everyone may send requests",
         code="no-token",
     )
-    if options.hang_s is None:  # so that a request has as long again at the next replica
+    if options.hang_s is None:  # leaves the same time for a retry on another replica
         options.hang_s = max(_SHORTEST_HANG_S, options.timeout_s / 2)
     for flag in ("timeout_s", "hang_s"):
         require_number(f"--{flag}", getattr(options, flag), above=0, unit="seconds")
@@ -109,7 +109,7 @@ def _check(options: Any) -> None:
 
 
 def _check_files(options: Any) -> None:
-    """Refuse files with which a front would fail again and again."""
+    """Reject files that would make each start of a front fail."""
     require(
         bool(options.tls_cert) == bool(options.tls_key),
         "--tls_cert",
@@ -157,7 +157,7 @@ def _serve_on_ray(options: Any) -> None:
             code="not-on-ray",
         )
     require(
-        0 <= options.rest_port < 65536,  # Ray's proxies, which are to listen there, would not say
+        0 <= options.rest_port < 65536,  # Ray's proxies would fail without a message
         "--rest_port",
         received=options.rest_port,
         expected="a port from 0 to 65535",
@@ -178,7 +178,7 @@ def _serve_on_ray(options: Any) -> None:
 
 
 def _settings(options: Any) -> ServeOptions:
-    """Return the settings of a service that the flags give; raise UsageError."""
+    """Convert the flags to the settings of a service, or raise UsageError."""
     from tfdist.serving.dispatch import QueueLimits
     from tfdist.serving.supervisor import ServeOptions
 

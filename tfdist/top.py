@@ -24,19 +24,19 @@ from tfdist.report.run import LIVE_FILE, is_running, reading
 
 _EVERY_S = 1.0
 _LATE_S = 5.0
-"""Without a heartbeat for so long a task is shown as late."""
+"""Seconds without a heartbeat after which a task is shown as late."""
 _WIDTH = 120
-"""Where there is no terminal, which would say."""
+"""Columns of the output if it is not a terminal."""
 _STYLES = {"running": "green", "waiting": "yellow", "ended": "dim"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     return run_program("tfdist.top", lambda: _run(_parser().parse_args(argv)), is_report=True)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    with contextlib.suppress(KeyboardInterrupt):  # how one leaves it
+    with contextlib.suppress(KeyboardInterrupt):  # the user quits with Ctrl-C
         _show(Path(arguments.run_dir), once=arguments.once)
     return EXIT_OK
 
@@ -65,7 +65,7 @@ def _show(run_dir: Path, *, once: bool) -> None:
 
 
 def read_live(run_dir: Path) -> dict[str, Any]:
-    """Return the status that the launcher has written last; UsageError where there is none."""
+    """Return the launcher's last status of a job, or raise UsageError if there is none."""
     status = read_json(run_dir / LIVE_FILE) or {}
     require(
         status or is_running(run_dir),
@@ -79,16 +79,16 @@ def read_live(run_dir: Path) -> dict[str, Any]:
 
 
 def view(run_dir: Path) -> RenderableType:
-    """Return what is shown of a job now."""
+    """Return the current view of a job: a summary, the table of tasks, the last metrics."""
     status = read_live(run_dir)
     if not status:
         return Text("starting")
     is_going, lines = is_running(run_dir), RunDirectory(run_dir).read_metrics()
     with reading(run_dir / LIVE_FILE):
-        if not is_going:  # the guardian has ended them with their launcher
+        if not is_going:  # the guardian has killed the tasks together with their launcher
             gone = [{**task, "state": "ended"} for task in status["tasks"]]
             status = {**status, "tasks": gone}
-        # The last heartbeat of a job that has ended may be of some steps before its end.
+        # The last heartbeat may be some steps older than the last line of metrics.
         steps = [status["step"], *(line["step"] for line in lines[-1:] if not is_going)]
         status = {**status, "step": max((s for s in steps if s is not None), default=None)}
         return Group(_head(status, is_going=is_going), _table(status), _metrics(lines[-1:]))

@@ -1,7 +1,7 @@
 """``python -m tfdist.train --config configs/x.py --config.global_batch_size=128``.
 
-Trains what a config file describes, under the strategy that TF_CONFIG describes; without
-``--config``, a CNN on the digits. ``python -m tfdist.launch`` starts it once for each task.
+Trains the model of a config file (default: a CNN on the digits) with the strategy of TF_CONFIG.
+``python -m tfdist.launch`` starts this program once for each task.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfdist.errors import EXIT_OK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     _set_up_logging()
     words = sys.argv[1:] if argv is None else argv
     return run_program("tfdist.train", lambda: _run(parse(words)))
@@ -28,10 +28,10 @@ def _set_up_logging() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(levelname).1s %(asctime)s %(name)s: %(message)s"
     )
-    # TFDS tells through absl of each file it opens, and TensorFlow of each all-reduce it traces.
+    # absl logs each file that TFDS opens, and TensorFlow logs each traced all-reduce.
     logging.getLogger("absl").setLevel(logging.ERROR)
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
-    logging.getLogger("tensorflow").propagate = False  # it has a handler of its own
+    logging.getLogger("tensorflow").propagate = False  # it has its own handler
 
 
 def _run(command: TrainCommand) -> int:
@@ -39,8 +39,8 @@ def _run(command: TrainCommand) -> int:
         print(help_text())
         return EXIT_OK
     read_environment(os.environ)
-    # Only now: a wrong flag or variable is answered without the seconds that TensorFlow takes to
-    # load, and the lines that it prints.
+    # Imported here, so that a wrong flag or variable is reported before TensorFlow loads
+    # (seconds) and prints its log lines.
     from tfdist.app.run import run
 
     run(command.config, overwrite=command.overwrite, environ=os.environ)

@@ -1,7 +1,7 @@
 """``python -m tfdist.tune --config configs/digits_sweep.py --tuner random --max_trials 20``.
 
-Searches for hyperparameters with KerasTuner. Every trial is a job of `tfdist.launch`; the same
-command again goes on with a sweep that was broken off. ``--show DIR`` prints one.
+Searches for hyperparameters with KerasTuner. Each trial is a job of `tfdist.launch`. Run the same
+command again to resume an interrupted sweep. ``--show DIR`` prints a sweep.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfdist.tuning.results import show
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(asctime)s %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
     words = sys.argv[1:] if argv is None else argv
@@ -37,8 +37,8 @@ def _run(options: SweepOptions | Path) -> int:
     sweep.require_alone("tfdist.tune", os.environ)
     environ = dict(os.environ)
     config = command_line.parse([f"--config={options.config}", *options.config_flags]).config
-    # KerasTuner loads TensorFlow, of which the chief uses nothing: it is to take no GPU's memory
-    # from the trials, and to say nothing.
+    # KerasTuner loads TensorFlow, but the chief computes nothing with it. Hide the GPUs, so that
+    # all their memory is left for the trials, and silence its log.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     exit_code, _ = sweep.run(ConfigSweep(options, config, environ))

@@ -1,7 +1,7 @@
-"""App of `tfdist.train`: a built-in model on a built-in dataset, by a configuration.
+"""App of `tfdist.train`: trains a built-in model on a built-in dataset from a configuration.
 
-The configurations themselves are in `tfdist.configs`, which loads no TensorFlow.
+The configurations are defined in `tfdist.configs`, which does not import TensorFlow.
 
-    run     from a checked configuration to the summary of the run, and what is shown meanwhile
+    run     a run from a checked configuration to its summary, and its progress reports
     recipe  data, length, learning rate, optimizer and model of a configuration
 """

@@ -1,4 +1,4 @@
-"""Data, length, learning rate, optimizer and network made from a configuration."""
+"""Data, length, learning rate, optimizer and model of a configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfdist.training.epochs import EpochPlan, VirtualEpochs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Datasets:
-    """What a run trains and validates on; `image_shape` is (height, width, channels)."""
+    """Training and validation data of a run. `image_shape` is (height, width, channels)."""
 
     training: Source
     validation: Source | None
@@ -27,10 +27,10 @@ class Datasets:
 
 
 def load_datasets(config: Any) -> Datasets:
-    """Return the sources of a run; every task that reads data calls it.
+    """Return the data of a run. Every task that reads data calls it.
 
     Raises:
-      UsageError: there is no such dataset or split, or its examples are not (image, label).
+      UsageError: The dataset or split does not exist, or its examples are not (image, label).
     """
     data_dir = config.data_dir or None
     builder = tfds.prepare(config.dataset, data_dir=data_dir)
@@ -55,7 +55,7 @@ def load_datasets(config: Any) -> Datasets:
 
 
 def transform_of(config: Any) -> Compose:
-    """Return augmentation and normalisation, in this order."""
+    """Return the augmentation steps followed by normalisation."""
     wanted = config.augmentation
     steps: list[Any] = []
     if wanted.random_crop_padding:
@@ -79,7 +79,7 @@ def plan_of(config: Any) -> EpochPlan:
 def learning_rate_of(
     config: Any, *, total_steps: int
 ) -> float | keras.optimizers.schedules.LearningRateSchedule:
-    """Return the learning rate: a number if it never changes, so that callbacks can set it."""
+    """Return the learning rate. A constant rate is a float, so that callbacks can change it."""
     peak, schedules = float(config.learning_rate), keras.optimizers.schedules
     warmup_steps = -(-config.warmup_examples // config.global_batch_size)
     if config.schedule == "linear":
@@ -87,7 +87,7 @@ def learning_rate_of(
     if config.schedule == "constant" and not warmup_steps:
         return peak
     return schedules.CosineDecay(
-        peak / max(warmup_steps, 1),  # the first update of a warmup is not of size 0
+        peak / max(warmup_steps, 1),  # the first update of a warmup is above 0
         max(total_steps - warmup_steps, 1),
         alpha=1.0 if config.schedule == "constant" else 0.0,
         warmup_target=peak if warmup_steps else None,
@@ -96,7 +96,7 @@ def learning_rate_of(
 
 
 def optimizer_of(config: Any, *, total_steps: int) -> keras.optimizers.Optimizer:
-    """Return the optimizer; call it inside the strategy's scope."""
+    """Return the optimizer. Call this function in the strategy's scope."""
     options: dict[str, Any] = {"learning_rate": learning_rate_of(config, total_steps=total_steps)}
     if config.weight_decay:
         options["weight_decay"] = config.weight_decay
@@ -114,7 +114,7 @@ def optimizer_of(config: Any, *, total_steps: int) -> keras.optimizers.Optimizer
 
 
 def compiled_model(config: Any, datasets: Datasets, *, total_steps: int) -> keras.Model:
-    """Return the model with optimizer, loss and metrics; call it inside the strategy's scope."""
+    """Return the model with optimizer, loss and metrics. Call it in the strategy's scope."""
     model = build_model(
         config.model,
         image_shape=datasets.image_shape,
@@ -170,27 +170,27 @@ def _require_channels(config: Any, channels: int) -> None:
             )
 
 
-# The networks that a configuration can name; each gives logits ``[batch, classes]``.
+# Models that a configuration can name. Each returns logits ``[batch, classes]``.
 
 
 def build_model(
     name: str, *, image_shape: tuple[int, int, int], num_classes: int, dropout: float = 0.0
 ) -> keras.Model:
-    """Return an unbuilt-optimizer, uncompiled model; call it inside the strategy's scope.
+    """Return an uncompiled model. Call this function in the strategy's scope.
 
     Args:
-      name: a key of `MODELS`.
-      image_shape: (height, width, channels); the model takes floats ``[batch, *image_shape]``.
-      num_classes: width of the output.
-      dropout: share of units left out before each dense layer.
+      name: Key of `MODELS`.
+      image_shape: (height, width, channels). The model's input is floats ``[batch, *image_shape]``.
+      num_classes: Number of outputs.
+      dropout: Fraction of units dropped before each dense layer (default: 0).
 
     Raises:
-      UsageError: there is no model of this name, or images are too small for it.
+      UsageError: No model has this name.
     """
     require_one_of("model", name, MODELS)
     images = keras.Input(image_shape, name="image")
     features = MODELS[name](images, dropout)
-    # float32 whatever the precision: a softmax over float16 logits overflows early.
+    # Always float32: a softmax over float16 logits overflows early.
     logits = layers.Dense(num_classes, dtype="float32", name="logits")(features)
     return keras.Model(images, logits, name=name)
 
@@ -203,10 +203,10 @@ def _dense(x: keras.KerasTensor, dropout: float) -> keras.KerasTensor:
 
 
 def _cnn(x: keras.KerasTensor, dropout: float) -> keras.KerasTensor:
-    """Two convolutions, a pool, a dense layer.
+    """Two convolutions, a pooling layer and a dense layer.
 
-    Without BatchNormalization: under a parameter server the workers would write its statistics
-    over one another.
+    It has no BatchNormalization, because workers of a ps job would overwrite each other's
+    statistics.
     """
     for filters in (32, 64):
         x = layers.Conv2D(filters, 3, padding="same", activation="relu")(x)

@@ -1,4 +1,4 @@
-"""One run of `tfdist.train`, from a checked configuration to its summary, and its reporter."""
+"""A run of `tfdist.train`, from a checked configuration to its summary, and its reporter."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ STOPPED = "stopped"
 
 
 def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Train what `config` describes; every task of the job calls it.
+    """Train the model of `config`. Every task of the job calls it.
 
-    In a worker or ps task of a ps job it does not return. The chief writes the run directory and
+    It does not return in worker and ps tasks of a ps job. The chief writes the run directory and
     prints the result.
 
     Returns:
-      The summary in the chief; in other tasks of a multiworker job an empty dict.
+      The summary in the chief, and an empty dict in other tasks.
 
     Raises:
-      UsageError: before anything is written; the configuration does not fit the data, the
-        cluster, or the run that is in the directory.
-      TfdistError: the loss became NaN, or the run directory cannot be written.
-      Stopped: a task was asked to stop by a signal; the same command goes on with the run.
+      UsageError: The configuration does not fit the data, the cluster, or the run that owns the
+        directory. It is raised before training starts.
+      TfdistError: The loss became NaN, or the run directory cannot be written.
+      Stopped: A task received a signal that requests a stop. The same command resumes the run.
     """
     task = read_environment(environ)
     directory = RunDirectory(_run_dir(config, task, now=datetime.now(UTC)))
@@ -70,12 +70,12 @@ def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str
         return _show_finished(directory)
     is_evaluator = task is not None and task.task.type == "evaluator"
     if is_evaluator and not overwrite and (directory.read_summary() or {}).get("status") == DONE:
-        return {}  # there is nothing left to evaluate, as the chief will find too
+        return {}  # the run is finished, as the chief will find too
     try:
         return _run_as_task(config, directory, claim, seed=seed, environ=environ)
     except UsageError:
         if claim is Claim.NEW:
-            directory.withdraw()  # so that the corrected run is not refused for being another
+            directory.withdraw()  # so that the directory accepts the corrected configuration
         raise
 
 
@@ -88,7 +88,7 @@ def _run_as_task(
     seed: int,
     environ: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Run with the strategy; `claim`, `seed` and the path of `directory` are the chief's."""
+    """Run in the strategy. The chief broadcasts `claim`, `seed` and the path of `directory`."""
     strategy = make_strategy(
         config.strategy, devices_per_worker=config.devices_per_worker or None, environ=environ
     )
@@ -100,10 +100,10 @@ def _run_as_task(
             summary = _show_finished(directory) if is_chief() else {}
         else:
             summary = _train(config, strategy, directory, seed=seed)
-    except Stopped:  # by all tasks alike
+    except Stopped:  # raised in all tasks at the same step
         barrier()
         raise
-    # A task that ends early would take its peers down: all wait until the chief has written.
+    # Peers fail if a task exits early, so all tasks wait until the chief has written the summary.
     barrier()
     return summary
 
@@ -148,7 +148,7 @@ def _fit(
     *,
     seed: int,
 ) -> bool:
-    """Trains; returns whether the run came to its end, and was not asked to stop before."""
+    """Train. Return whether the run finished, at its last step or by early stopping."""
     stopping = _stopping(config)
     callbacks = [
         *([stopping] if stopping else []),
@@ -188,7 +188,7 @@ def _fit(
 
 
 def _stopping(config: Any) -> keras.callbacks.EarlyStopping | Evaluator | None:
-    """Return what ends the run early: the chief's own validation, or an evaluator's."""
+    """Return the callback for early stopping: on the chief's validation, or the evaluator's."""
     patience, job = config.early_stopping_patience, current_job()
     if job is not None and job.has_evaluator:
         return Evaluator("val_loss", patience=patience or None)
@@ -211,7 +211,7 @@ def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
 def _trackers(
     config: Any, directory: RunDirectory, *, seed: int
 ) -> Sequence[keras.callbacks.Callback]:
-    """Return the chief's callback of the tracker that is asked for, where it can be had."""
+    """Return the chief's callback of the configured tracker, if the tracker is available."""
     if config.tracker == "none" or not is_chief():
         return ()
     made = make_tracker(
@@ -231,9 +231,9 @@ def _write_summary(
     *,
     status: str,
 ) -> dict[str, Any]:
-    """Write the summary in the chief and return it, {} in others.
+    """Write the summary in the chief and return it. Return {} in other tasks.
 
-    A collective where the optimizer is sharded.
+    A collective if the optimizer is sharded.
     """
     state_digest, job = state_sha256(model, read=whole), current_job()
     if not is_chief():
@@ -241,7 +241,7 @@ def _write_summary(
     assert job is not None
     cluster = job.config.cluster if job.config else None
     workers = cluster.num_replica_tasks if cluster else 1
-    # A run that was resumed after its last step has done none: its lines say where it ended.
+    # A run that was resumed after its last step does no step. Use the step of its last line.
     lines = directory.read_metrics()
     step = reporter.step if reporter.first_step is not None else lines[-1]["step"] if lines else 0
     summary = {
@@ -266,7 +266,7 @@ def _write_summary(
 
 
 def _worker_steps() -> dict[str, int]:
-    """Return the steps of each worker of a ps job since this process started; {} of others."""
+    """Return the steps of each worker since this process started, {} unless it is a ps job."""
     job = current_job()
     if job is None or job.kind != "ps":
         return {}
@@ -277,7 +277,7 @@ def _worker_steps() -> dict[str, int]:
 
 
 def _ps_summary(model: keras.Model, job: Job) -> dict[str, Any]:
-    """Return what became of the steps since this process started, and the bytes on each ps."""
+    """Return the counts of the steps since this process started, and the bytes on each ps."""
     from tfdist.ps.strategy import bytes_on_servers
     from tfdist.ps.workers import worker_pool_of
 
@@ -298,9 +298,9 @@ def _show_finished(directory: RunDirectory) -> dict[str, Any]:
 
 
 def _run_dir(config: Any, task: TaskConfig | None, *, now: datetime) -> str:
-    """Return the configuration's directory, else the launcher's, else a new one under `runs`.
+    """Return the run directory of the configuration, of the launcher, or a new one in ``runs``.
 
-    Runs that begin in one second have directories of their own.
+    A random suffix separates runs that start in the same second.
     """
     given = task.options.run_dir if task else None
     name = f"{now:%Y%m%d-%H%M%S}-{config.dataset.replace('/', '-')}-{config.model}"
@@ -308,18 +308,18 @@ def _run_dir(config: Any, task: TaskConfig | None, *, now: datetime) -> str:
 
 
 def _seed(config: Any, directory: RunDirectory, *, overwrite: bool) -> int:
-    """The configuration's seed; else that of the run being resumed; else a new one."""
+    """Return the seed of the configuration, of the resumed run, or a random seed."""
     if config.seed is not None:
         return int(config.seed)
     recorded = None if overwrite else directory.read_config()
     return int((recorded or {}).get("seed", random.SystemRandom().randrange(2**31)))
 
 
-# Progress and metrics that `tfdist.train` reports during a run.
+# Progress and metrics of a run.
 
 
 class RunReporter(keras.callbacks.Callback):
-    """Writer of `metrics.jsonl` and TensorBoard scalars, and mover of the progress display.
+    """Callback that writes `metrics.jsonl` and TensorBoard scalars and updates the display.
 
     Only the chief calls it.
     """
@@ -350,14 +350,14 @@ class RunReporter(keras.callbacks.Callback):
 
     @property
     def examples_per_second(self) -> float | None:
-        """Training throughput, validation and the first range, which traces, left out."""
+        """Training throughput, without validation and without the first range (tracing)."""
         return _rate(self._ranges[1:]) or _rate(self._ranges)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._epoch_ranges = epoch, []
 
     def resumed_at(self, step: int) -> None:
-        """Withdraw the lines of what the run is about to do again; before its first step."""
+        """Remove the lines that the resumed run repeats. Call it before the first step."""
         self.first_step = self.step = step
         self._directory.drop_metrics_after(step)
         self._display.begin(step=step, examples=self._plan.examples_before(step))
@@ -383,7 +383,7 @@ class RunReporter(keras.callbacks.Callback):
             logger.info("stopped at step %d, inside virtual epoch %d", self.step, epoch + 1)
             return
         logs = dict(logs or {})
-        if not self._ranges:  # only its validation was left to do, and may have been done before
+        if not self._ranges:  # only validation was left, and its line may exist already
             self._directory.drop_metrics_after(self.step - 1)
         rate, workers = _rate(self._epoch_ranges), _worker_steps()
         self._directory.append_metrics(
@@ -403,7 +403,7 @@ class RunReporter(keras.callbacks.Callback):
         self.close()
 
     def close(self) -> None:
-        """End the display and the event file, also after an error."""
+        """Close the display and the event file, also after an error."""
         self._display.end()
         self._scalars.close()
 

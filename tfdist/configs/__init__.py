@@ -1,13 +1,13 @@
-"""The configuration of `tfdist.train`: its fields, their defaults, and what they may be.
+"""Configuration of `tfdist.train`: its fields, their defaults and valid values.
 
-A config file starts from `base()` and changes what it needs:
+A config file starts from `base()` and changes some fields:
 
 >>> def get_config():
 ...     config = base()
 ...     config.dataset = "mnist"
 ...     return config
 
-No TensorFlow is loaded to read or check a configuration.
+Reading or checking a configuration does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One line of a configuration; `choices` and `least` are what its value must be."""
+    """One field of a configuration. Its value must match `choices` and the bounds."""
 
     name: str
     default: Any
@@ -38,7 +38,7 @@ class Field:
 
 
 FIELDS: tuple[Field, ...] = (
-    # What is learned from what
+    # Data and model
     Field(
         "dataset", "tfdist_digits", "TFDS name; tfdist_digits, scikit-learn's, needs no download"
     ),
@@ -57,7 +57,7 @@ FIELDS: tuple[Field, ...] = (
         "",
         "a .keras or .weights.h5 file or a checkpoint directory to start from",
     ),
-    # How long
+    # Length
     Field("total_examples", 28_800, "length of the run, in training examples", least=1),
     Field(
         "checkpoints",
@@ -77,7 +77,7 @@ FIELDS: tuple[Field, ...] = (
         "stop after so many virtual epochs without a lower validation loss; 0 never",
         least=0,
     ),
-    # How
+    # Optimization
     Field("optimizer", "adam", "optimizer", choices=("sgd", "adam", "adamw")),
     Field("learning_rate", 1e-3, "highest learning rate", above=0),
     Field(
@@ -110,7 +110,7 @@ FIELDS: tuple[Field, ...] = (
         least=0,
         below=2**32,  # NumPy's
     ),
-    # Augmentation and normalisation of images; drawn from (seed, pass, example)
+    # Augmentation and normalisation of images, drawn from (seed, pass, example)
     Field(
         "augmentation.random_crop_padding",
         0,
@@ -120,7 +120,7 @@ FIELDS: tuple[Field, ...] = (
     Field("augmentation.random_flip", False, "left to right, half of the time"),
     Field("augmentation.mean", (0.0,), "subtracted, per channel or one for all"),
     Field("augmentation.std", (1.0,), "divided by, per channel or one for all"),
-    # Where and how it runs
+    # Strategy and files
     Field(
         "strategy",
         "auto",
@@ -171,7 +171,7 @@ FIELDS: tuple[Field, ...] = (
         False,
         "normalization, GELU, attention by one kernel each, or a few, which rounds otherwise",
     ),
-    # To look into a run
+    # Debugging
     Field(
         "overfit_batches",
         0,
@@ -180,7 +180,7 @@ FIELDS: tuple[Field, ...] = (
     ),
 )
 
-# What may differ between two starts of the same run.
+# Fields that may differ between two starts of the same run.
 FREE = frozenset(
     {
         "run_dir",
@@ -200,7 +200,7 @@ FREE = frozenset(
 
 
 def base() -> ConfigDict:
-    """Return a locked `ConfigDict` of all fields with their defaults: a CNN on the digits."""
+    """Return a locked `ConfigDict` of all fields with their defaults (a CNN on the digits)."""
     from ml_collections import config_dict
 
     config = config_dict.ConfigDict()
@@ -216,7 +216,7 @@ def base() -> ConfigDict:
 
 
 def flat(config: ConfigDict) -> dict[str, Any]:
-    """Return the configuration as ``{"augmentation.random_flip": False, ...}``."""
+    """Return the configuration as a flat dict: ``{"augmentation.random_flip": False, ...}``."""
     values: dict[str, Any] = {}
     for name, value in config.to_dict().items():
         nested = isinstance(value, dict)
@@ -225,7 +225,7 @@ def flat(config: ConfigDict) -> dict[str, Any]:
 
 
 def check(config: ConfigDict) -> None:
-    """Raise UsageError for the first field that is unknown, missing or out of its range."""
+    """Raise UsageError for the first field that is unknown, missing or out of range."""
     values = flat(config)
     known = {field.name: field for field in FIELDS}
     for name in values:
@@ -240,7 +240,7 @@ def check(config: ConfigDict) -> None:
 
 
 def unknown(name: str, *, where: str = "config") -> UsageError:
-    """Return the error for a field that does not exist, with the one that may be meant."""
+    """Return the error for an unknown field, with the closest known field."""
     names = [field.name for field in FIELDS]
     short = {known.rpartition(".")[2]: known for known in names}
     hint = near(name, names) or near(name.rpartition(".")[2], short)

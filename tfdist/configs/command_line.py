@@ -1,4 +1,4 @@
-"""Command line of `tfdist.train`: a validated configuration or a one-line error."""
+"""Command line of `tfdist.train`: returns a checked configuration or raises a one-line error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEFAULT_FILE = str(Path(__file__).with_name("digits.py"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainCommand:
-    """What the command line asks for."""
+    """Parsed command line of `tfdist.train`."""
 
     config: Any
     overwrite: bool = False
@@ -32,10 +32,10 @@ class TrainCommand:
 
 
 def parse(arguments: Sequence[str]) -> TrainCommand:
-    """Read the config file and the overrides; `arguments` are without the program's name.
+    """Read the config file and the overrides. `arguments` do not include the program's name.
 
     Raises UsageError for an unknown flag or field, a value of the wrong type or out of range, and
-    a config file that does not run.
+    a config file that fails.
     """
     names = {field.name: field.optional_type or type(field.default) for field in FIELDS}
     optional = {field.name for field in FIELDS if field.optional_type}
@@ -65,7 +65,7 @@ def help_text() -> str:
 
 
 def _parser() -> Parser:
-    """Return the parser of texts; of a field that comes twice the last counts."""
+    """Return the parser, which keeps values as texts. The last value of a repeated field wins."""
     parser = Parser(
         prog="python -m tfdist.train",
         usage="python -m tfdist.train [--config=FILE] [--config.FIELD=VALUE ...] [--overwrite]",
@@ -113,7 +113,7 @@ _READERS: Mapping[type, tuple[Callable[[str], Any], str]] = {
     bool: (_switch, "true or false"),
     tuple: (_numbers, "numbers, as in (0.5,) or 3,5"),
 }
-"""How the text of a flag is read, and what is expected, by the type of its field."""
+"""Function that reads the text of a flag, and the expected value in words, by the field's type."""
 
 
 def _read(flag: str, text: str, type_: type) -> Any:
@@ -128,10 +128,10 @@ def _read(flag: str, text: str, type_: type) -> Any:
 
 
 def load(path: str) -> ConfigDict:
-    """Run a config file and return its configuration; raise UsageError where it fails."""
+    """Run a config file and return its configuration, or raise UsageError if it fails."""
     from ml_collections import ConfigDict
 
-    if not os.path.isfile(path):  # nor one in a directory that this user may not enter
+    if not os.path.isfile(path):  # also if the directory is not accessible
         near_by = [str(file) for file in Path(path).parent.glob("*.py")]
         raise UsageError(
             "--config",
@@ -156,7 +156,7 @@ def load(path: str) -> ConfigDict:
 
 
 def broken_file(path: str, error: Exception) -> UsageError:
-    """Return the error of a config file, with the line at which it failed."""
+    """Return the error of a config file, with the line that failed."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     number = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
     where = f"{path}, line {number}" if number else path

@@ -8,7 +8,7 @@ from tfdist.configs import base
 
 
 def get_config() -> ConfigDict:
-    """Return the configuration of the demo, for every strategy."""
+    """Return the demo's configuration, which works with every strategy."""
     config = base()
     config.augmentation.std = (16.0,)  # pixels are 0 to 16
     return config

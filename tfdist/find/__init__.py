@@ -1,6 +1,6 @@
-"""Finders: what to set before a run, by trying it out.
+"""Finders: search for settings by trial before a run.
 
-learning_rate  a range test under every strategy, and what its losses suggest
-batch_size     the largest batch that fits, tried in child processes; no TensorFlow
+learning_rate  a range test under every strategy, and its suggestion
+batch_size     the largest batch that fits, tried in child processes, without TensorFlow
 spec           shapes and types of a batch
 """

@@ -1,8 +1,8 @@
 """`find_batch_size`: the largest batch that fits into memory, tried in child processes.
 
-Sizes are doubled until one does not fit, then bisected. Each is tried in a process of its own: what
-runs out of memory is that process. A child is ended when it takes more than there is for it, and
-asks the kernel to be the first to go.
+Sizes double until a size does not fit, followed by bisection. Each size runs in its own child
+process, so that running out of memory ends only the child. A child that exceeds the limit is
+killed, and children ask the kernel to kill them before other processes.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _CLUSTER = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "JOB_COM
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTrial:
-    """One batch size that was tried.
+    """Result of a trial with one batch size.
 
     Attributes:
-      batch_size: of one replica.
-      fits: whether the steps were done.
-      peak_bytes: the most that the process had in memory; None where it did not tell.
-      gpu_peak_bytes: the most that it had on its GPU; None without one.
-      examples_per_second: of one replica; None where it did not fit.
-      cores: how many the steps kept busy; None likewise.
-      parameters: of the model; None likewise.
-      cause: why it did not fit.
+      batch_size: Examples of one replica.
+      fits: Whether the trial finished its steps within the limits.
+      peak_bytes: Peak memory of the process, None if it did not report it.
+      gpu_peak_bytes: Peak memory on its GPU, None without a GPU.
+      examples_per_second: Throughput of one replica, None if the batch does not fit.
+      cores: Mean number of busy cores, None if the batch does not fit.
+      parameters: Number of the model's parameters, None if the batch does not fit.
+      cause: Reason why the batch does not fit, "" if it fits.
     """
 
     batch_size: int
@@ -61,14 +61,14 @@ class BatchTrial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSizes:
-    """What was tried, and what fits.
+    """Largest batch size that fits, and all trials.
 
     Attributes:
-      per_replica: the largest batch of one replica that fits.
-      global_batch_size: of all replicas, as `tfdist.fit` takes it.
-      limit_bytes: what there was for the process of one replica.
-      gpu_limit_bytes: what there was for it on a GPU; None without one.
-      trials: in the order in which they were made.
+      per_replica: Largest batch of one replica that fits.
+      global_batch_size: Batch size for `tfdist.fit`, over all replicas.
+      limit_bytes: Memory limit of one replica's process.
+      gpu_limit_bytes: Memory limit of one replica on its GPU, None without GPUs.
+      trials: All trials in the order of their runs.
     """
 
     per_replica: int
@@ -88,14 +88,14 @@ class BatchSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLimits:
-    """Bytes that one replica may take: its process, and on its GPU, None without one."""
+    """Memory limits of one replica in bytes: its process, and its GPU (None without GPUs)."""
 
     process: int
     gpu: int | None
 
     @classmethod
     def of_this_machine(cls, use: float, *, replicas: int = 1) -> MemoryLimits:
-        """Return `use` of what is left; replicas without GPUs share the machine's memory."""
+        """Return the fraction `use` of the free memory. Replicas without GPUs share the memory."""
         gpus = gpu_bytes()
         share = 1 if gpus else replicas
         gpu = int(use * min(gpus)) if gpus else None
@@ -103,9 +103,9 @@ class MemoryLimits:
 
 
 def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
-    """Return the largest size that fits, by doubling and bisection; 0 where not even 1 does.
+    """Return the largest size that fits, by doubling and bisection, or 0 if size 1 does not fit.
 
-    To an eighth of it: `fits` is asked a few times only, and memory is not known better.
+    The result is exact to an eighth, to keep calls of `fits` few. Memory is not known better.
     """
     low, size = 0, min(first, most)
     while fits(size):
@@ -125,7 +125,7 @@ def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSearch:
-    """Settings of a search, the arguments of `find_batch_size`; raises UsageError."""
+    """Settings of a search (the arguments of `find_batch_size`), checked with UsageError."""
 
     first: int = 8
     most: int = 65_536
@@ -140,9 +140,9 @@ class BatchSearch:
         require_number("timeout_s", self.timeout_s, above=0, unit="seconds")
 
     def run(self, request: Mapping[str, Any], *, replicas: int = 1, here: int = 1) -> BatchSizes:
-        """Return what fits, for a job of so many replicas, of which so many are on this machine.
+        """Return the batch size for a job of `replicas`, of which `here` share this machine.
 
-        Raises TfdistError where a batch of 1 does not fit.
+        Raises TfdistError if a batch of 1 does not fit.
         """
         limits = MemoryLimits.of_this_machine(self.use, replicas=here)
         trials: list[BatchTrial] = []
@@ -171,13 +171,13 @@ class BatchSearch:
 
 
 def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: float) -> BatchTrial:
-    """Run one trial in a child; raise TfdistError where it fails for something else than memory.
+    """Run one trial in a child. Raise TfdistError if it fails for a reason other than memory.
 
     Args:
-      request: ``batch_size``; ``steps`` of a round, and ``least_s`` for which rounds are repeated;
-        and the values of `request_of`.
-      limits: of its memory.
-      timeout_s: of the child.
+      request: Values of `request_of`, ``batch_size``, ``steps`` of a round, and ``least_s``, the
+        seconds to repeat rounds.
+      limits: Memory limits of the child.
+      timeout_s: Seconds until the trial is given up.
     """
     size = int(request["batch_size"])
     more = {"parent": os.getpid(), "gpu_limit_bytes": limits.gpu}
@@ -201,13 +201,13 @@ def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: floa
         answer.seek(0)
         output.seek(0)
         trial = _trial(size, child.returncode, cause, answer.read(), output.read())
-    if trial.fits and (trial.peak_bytes or 0) > limits.process:  # between two looks at it
+    if trial.fits and (trial.peak_bytes or 0) > limits.process:  # a peak between two checks
         return BatchTrial(batch_size=size, fits=False, cause=_too_much(limits.process))
     return trial
 
 
 def _watch(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float) -> str:
-    """Wait for the child's end; end it where it takes too much, and return that."""
+    """Wait for the child's exit and return the cause if it exceeds its memory limit."""
     process, deadline_s = psutil.Process(child.pid), time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -228,7 +228,7 @@ def _too_much(limit_bytes: int) -> str:
 
 
 def _trial(size: int, status: int, cause: str, answer: str, output: str) -> BatchTrial:
-    """Return what became of a child."""
+    """Convert the output and exit status of a child to a trial."""
     if cause:
         return BatchTrial(batch_size=size, fits=False, cause=cause)
     found = json.loads(answer) if answer else {}
@@ -249,7 +249,7 @@ def _trial(size: int, status: int, cause: str, answer: str, output: str) -> Batc
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that stands alone."""
+    """Return the environment of a process without a cluster."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_CLUSTER)}
     kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     kept["TFDIST_CLUSTER"] = "none"
@@ -267,23 +267,23 @@ def find_batch_size(
     use: float = 0.9,
     timeout_s: float = 600.0,
 ) -> BatchSizes:
-    """Return the largest batch with which training `model` fits into memory.
+    """Return the largest batch size that fits into memory when `model` trains.
 
-    A collective: every training task calls it alike; the chief tries, alone and on its machine.
+    A collective: every training task makes the same call. Only the chief runs trials, on its host.
 
     Args:
-      model: compiled and built; the child reads it from a ``.keras`` file, so classes of the
-        program's own must be registered with Keras in a module that can be imported.
-      x, y: as in `tfdist.fit`; only their shapes and types matter.
-      first: the batch of one replica to begin with.
-      most: the largest to try.
-      steps: of each trial.
-      use: the part of the memory that is left now which the replicas may take.
-      timeout_s: of one trial.
+      model: Compiled and built model. The child reads it from a ``.keras`` file, so the program's
+        own classes must be registered with Keras in a module that can be imported.
+      x, y: Data as in `tfdist.fit`. Only their shapes and types are used.
+      first: First batch size of one replica to try (default: 8).
+      most: Largest batch size to try (default: 65,536).
+      steps: Steps of each trial (default: 3).
+      use: Fraction of the free memory that the replicas may use (default: 0.9).
+      timeout_s: Seconds for one trial (default: 600).
 
     Raises:
-      UsageError: the model is not compiled or not built, or holds what a file cannot.
-      TfdistError: a batch of 1 does not fit, or a trial fails for something else than memory.
+      UsageError: The model is not compiled or not built, or a file cannot hold it.
+      TfdistError: A batch of 1 does not fit, or a trial fails for a reason other than memory.
     """
     from tfdist.strategy import broadcast
     from tfdist.training import building
@@ -308,7 +308,7 @@ def find_batch_size(
                 request = request_of(model, x, y, path)
                 found = search.run(request, replicas=replicas, here=replicas_here(job))
                 answer = dataclasses.asdict(found)
-        except TfdistError as error:  # the others wait to hear of it
+        except TfdistError as error:  # the other tasks wait for the result
             answer, failure = {"error": str(error)}, error
     result = broadcast(answer if job.is_chief else None)
     if "error" in result:
@@ -332,7 +332,7 @@ def replicas_here(job: Any) -> int:
 
 
 def request_of(model: Any, x: Any, y: Any, path: Path) -> dict[str, Any]:
-    """Save a model as ``.keras``; return what a trial needs of it and of the data."""
+    """Save a model as ``.keras``. Return a request with its path, data spec and dtype policy."""
     import keras
 
     from tfdist.checkpoint.publish import saveable
@@ -344,14 +344,14 @@ def request_of(model: Any, x: Any, y: Any, path: Path) -> dict[str, Any]:
     return {"model": str(path), "spec": encode_spec(spec_of(x, y)), "dtype_policy": policy}
 
 
-# Memory that is left for a new process: of its control groups, of the machine, of its GPUs.
+# Free memory for a new process: in its control groups, on the machine, on its GPUs.
 
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _MIB = 1 << 20
 
 
 def gpu_bytes() -> tuple[int, ...]:
-    """Return the free memory of each GPU of this machine; empty where there is none."""
+    """Return the free memory of each GPU of this machine, or () without GPUs."""
     command = shutil.which("nvidia-smi")
     if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ()
@@ -363,23 +363,23 @@ def gpu_bytes() -> tuple[int, ...]:
     return tuple(int(line) * _MIB for line in done.stdout.split() if line.isdecimal())
 
 
-# The child: trains a few steps of one batch size, and says what it took.
+# The child process: trains a few steps with one batch size and reports its memory and speed.
 #
 # ``python -m tfdist.find.batch_size`` reads one JSON object from its standard input and writes one
-# to its standard output. Data are zeros in the shape of the real ones. Nothing is unpickled: the
+# to its standard output. The data are zeros in the shape of the real data. No pickle is read: the
 # model is a ``.keras`` file, read in Keras' safe mode.
 
 _OUT_OF_MEMORY = re.compile(r"ResourceExhausted|\bOOM\b|bad_alloc|out of memory|MemoryError")
 
 
 def main() -> int:
-    """Run a trial; return 0 where its answer was written."""
+    """Run a trial, write its answer and return 0."""
     request = json.load(sys.stdin)
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the program prints is no answer
+    os.dup2(2, 1)  # keep the program's output out of the answer
     die_with(int(request["parent"]))
-    with contextlib.suppress(OSError):  # a container may have /proc to read alone
-        Path("/proc/self/oom_score_adj").write_text("1000")  # the first to go without memory
+    with contextlib.suppress(OSError):  # /proc may be read-only in a container
+        Path("/proc/self/oom_score_adj").write_text("1000")  # killed first if memory runs out
     try:
         answer = _run(request)
     except UsageError as error:
@@ -393,7 +393,7 @@ def main() -> int:
 
 
 def failure(error: Exception) -> dict[str, str]:
-    """Return the answer of a trial that has failed: for want of memory, or for something else."""
+    """Return the answer of a failed trial: out of memory, or another error."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return {"out_of_memory" if _OUT_OF_MEMORY.search(text) else "error": text[:500]}
 
@@ -419,9 +419,9 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(request: dict[str, Any]) -> tuple[float, float, int]:
-    """Train rounds of so many steps; return examples per second, busy cores, and parameters.
+    """Train rounds of `steps` steps and return examples per second, busy cores, and parameters.
 
-    The first round, which traces, is left out; the others go on for `least_s`.
+    The first round (tracing) is not measured. Further rounds run for at least `least_s` seconds.
     """
     import keras
 
@@ -457,7 +457,7 @@ def _train(request: dict[str, Any]) -> tuple[float, float, int]:
 
 
 def _peak_bytes() -> int:
-    """Return the most that this process had in memory; getrusage has what made it in it, too."""
+    """Return this process's peak memory. (getrusage would include the parent before the exec.)"""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
 

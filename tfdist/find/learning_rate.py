@@ -1,4 +1,4 @@
-"""`find_learning_rate`: a range test under every strategy, which leaves the model as it was."""
+"""`find_learning_rate`: a range test under every strategy that leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ def find_learning_rate(
     diverges_at: float = 4.0,
     seed: int = 0,
 ) -> LearningRates:
-    """Train with a rate that grows from step to step; return the rates, losses and a suggestion.
+    """Run a learning rate range test: return rates, losses and a suggested learning rate.
 
-    The range test of Smith (2017, https://arxiv.org/abs/1506.01186). Weights, optimizer, learning
-    rate and metrics are afterwards what they were, to the bit, also after an error or a signal. A
-    collective: every training task calls it alike (under ps only the chief gets this far).
+    The rate grows with each step, as in Smith (2017, https://arxiv.org/abs/1506.01186). Afterwards
+    weights, optimizer, learning rate and metrics are restored bit by bit, also after an error or a
+    signal. A collective: every training task makes the same call (under ps only the chief runs).
 
     Args:
-      x, y, batch_size, sample_weight: as in `tfdist.fit`; `batch_size` is the global batch.
-      lowest, highest: first and last rate.
-      steps: how many to try, of one batch each.
-      smoothing: of the loss, how much of the mean before a step keeps; from 0 to below 1.
-      diverges_at: the test ends where the smoothed loss is so many times its lowest.
-      seed: of the order of the examples and of random layers.
+      x, y, batch_size, sample_weight: Data as in `tfdist.fit`. `batch_size` is the global batch.
+      lowest, highest: First and last rate (default: 1e-7 and 10).
+      steps: Number of rates to try, each for one batch (default: 100).
+      smoothing: Weight of the previous mean in the smoothed loss, from 0 to below 1.
+      diverges_at: Multiple of the lowest smoothed loss that ends the test (default: 4).
+      seed: Seed of the order of the examples and of random layers (default: 0).
 
     Raises:
-      UsageError: the model is not compiled, or of another scope, or its optimizer has not one
-        learning rate; the data cannot be had under this strategy; the loss is not finite at once.
-      Stopped: a task was asked to stop by a signal.
+      UsageError: The model is not compiled or is of another scope, its optimizer does not have
+        exactly one learning rate, the strategy cannot use the data, or the first loss is NaN.
+      Stopped: A task received a signal that requests a stop.
     """
     job = building.job_for(model, doing="find_learning_rate")
     building.require_compiled(model, doing="find_learning_rate")
@@ -116,7 +116,7 @@ def _losses(
     smoothing: float,
     diverges_at: float,
 ) -> list[float]:
-    """Return the loss of each step, up to one that diverges. A collective."""
+    """Return the loss of each step, up to the first that diverges. A collective."""
     losses: list[float] = []
     for step, rate in enumerate(rates):
         diverged = has_diverged(losses, smoothing=smoothing, diverges_at=diverges_at)
@@ -133,7 +133,7 @@ def _losses(
 
 
 def _loss_of(blocks: BlockRunner, step: int) -> float:
-    """Run a step by itself; return the loss of its whole batch."""
+    """Run one step and return the loss of its global batch."""
     blocks.reset_metrics()
     blocks.run(step, step + 1, looked_at=True)
     logs = blocks.metrics(blocks.logs)
@@ -160,16 +160,16 @@ def _loss_of(blocks: BlockRunner, step: int) -> float:
 
 @contextlib.contextmanager
 def _unchanged(model: keras.Model, job: Job, *, publish: Callable[[], None]) -> Iterator[None]:
-    """Set every variable of weights, optimizer and metrics in the end as it was. A collective.
+    """Restore all variables of weights, optimizer and metrics after the block. A collective.
 
-    `publish` has the variables hold what the engine keeps elsewhere, as that of a pipeline does.
+    `publish` copies state that the engine keeps elsewhere, as pipelines do, to the variables.
     """
     publish()
     before = state.capture(model, job)
     is_lost = False
     try:
         yield
-    except PeerLost:  # nobody is there to restore anything together with
+    except PeerLost:  # the lost task cannot take part in the restore
         is_lost = True
         raise
     finally:
@@ -182,7 +182,7 @@ def _unchanged(model: keras.Model, job: Job, *, publish: Callable[[], None]) -> 
 
 @contextlib.contextmanager
 def _settable_rate(model: keras.Model, job: Job) -> Iterator[None]:
-    """Put a variable in the place of a schedule, or of a function, meanwhile."""
+    """Replace a schedule or a function by a variable learning rate during the block."""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     before = optimizer._learning_rate
     if isinstance(before, keras.Variable):
@@ -197,7 +197,7 @@ def _settable_rate(model: keras.Model, job: Job) -> Iterator[None]:
         yield
     finally:
         optimizer._learning_rate = before
-        optimizer._untrack_variable(variable)  # an attribute of an optimizer is a part of its state
+        optimizer._untrack_variable(variable)  # tracked attributes are part of its state
 
 
 def _require_one_rate(model: keras.Model) -> None:
@@ -213,15 +213,15 @@ def _require_one_rate(model: keras.Model) -> None:
     )
 
 
-# What the losses of a range test suggest: section 3.3 of Smith, with rates that grow exponentially,
-# a smoothed loss, and an end where that diverges.
+# Suggestions from the losses of a range test: section 3.3 of Smith, but with rates that grow
+# exponentially, a smoothed loss, and an end of the test if the loss diverges.
 
-_DIVISOR = 10.0  # of the rate of the lowest loss: there it is about to rise again
-_LEFT_OUT = 10  # one of so many points at the beginning, whose smoothed loss has few behind it
+_DIVISOR = 10.0  # of the rate with the lowest loss, which is close to divergence
+_LEFT_OUT = 10  # skip a tenth of the points: the first are smoothed over few losses
 
 
 def smoothed(losses: Sequence[float], *, smoothing: float) -> list[float]:
-    """Return the exponential moving average of losses, corrected for how few there are."""
+    """Return the exponential moving average of losses, corrected for bias."""
     mean, result = 0.0, []
     for number, loss in enumerate(losses, 1):
         mean = smoothing * mean + (1 - smoothing) * loss
@@ -230,9 +230,9 @@ def smoothed(losses: Sequence[float], *, smoothing: float) -> list[float]:
 
 
 def has_diverged(losses: Sequence[float], *, smoothing: float, diverges_at: float) -> bool:
-    """Return whether the last loss is not finite, or the smoothed one far above its lowest.
+    """Return whether the last loss is not finite or the smoothed loss is far above its minimum.
 
-    That is, by more than `diverges_at - 1` times the size of the lowest, which may be negative.
+    "Far" is `diverges_at - 1` times the absolute value of the minimum, which may be negative.
     """
     if not losses:
         return False
@@ -244,18 +244,17 @@ def has_diverged(losses: Sequence[float], *, smoothing: float, diverges_at: floa
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRates:
-    """Learning rates that were tried, and the losses of their steps.
+    """Learning rates of a range test, and the losses of their steps.
 
     Attributes:
-      rates: one for each step, growing; a step that diverged is the last.
-      losses: of each step's batch, before its update.
-      smoothed: moving average of `losses`.
-      steepest: the rate at which the smoothed loss falls fastest against the logarithm of the rate;
-        None where it never falls.
-      lowest: the rate of the lowest smoothed loss.
-      diverged: whether the test ended because the loss diverged.
-      suggestion: the smaller one of `steepest` and a tenth of `lowest`; None where the loss never
-        falls.
+      rates: Rate of each step, growing. A step that diverged is the last.
+      losses: Loss of each step's batch before the update.
+      smoothed: Moving average of `losses`.
+      steepest: Rate with the fastest fall of the smoothed loss against the logarithm of the rate,
+        None if the loss never falls.
+      lowest: Rate with the lowest smoothed loss.
+      diverged: Whether the test ended because the loss diverged.
+      suggestion: Minimum of `steepest` and a tenth of `lowest`, None if the loss never falls.
     """
 
     rates: tuple[float, ...]
@@ -270,9 +269,9 @@ class LearningRates:
         return None if self.steepest is None else min(self.steepest, self.lowest / _DIVISOR)
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Draw losses over rates into a PNG or PDF; return its path.
+        """Plot losses over rates to a PNG or PDF file and return its path.
 
-        Raises UsageError where matplotlib is not installed.
+        Raises UsageError if matplotlib is not installed.
         """
         figure, (axes,) = empty_panels("LearningRates.plot")
         many = len(self.smoothed)
@@ -299,7 +298,7 @@ class LearningRates:
 
 
 def read(rates: Sequence[float], losses: Sequence[float], *, smoothing: float) -> LearningRates:
-    """Return what the losses of a test say; `losses` may be fewer, and the last not finite."""
+    """Return the result of a test. `losses` may be shorter than `rates`, the last not finite."""
     diverged = len(losses) < len(rates) or not math.isfinite(losses[-1])
     finite = [loss for loss in losses if math.isfinite(loss)]
     curve = smoothed(finite, smoothing=smoothing)
@@ -317,7 +316,7 @@ def read(rates: Sequence[float], losses: Sequence[float], *, smoothing: float) -
 
 
 def _steepest(curve: Sequence[float], *, last: int) -> int | None:
-    """Return where the curve falls fastest up to its lowest point, None where it never falls."""
+    """Return the index of the steepest fall before the lowest point, None if there is no fall."""
     first = max(1, len(curve) // _LEFT_OUT)
     slopes = {i: curve[i + 1] - curve[i - 1] for i in range(first, min(last, len(curve) - 2) + 1)}
     steepest = min(slopes, key=slopes.__getitem__, default=None)

@@ -11,12 +11,12 @@ from tfdist.data.source import spec_of_batches
 
 
 def spec_of(x: Any, y: Any) -> Any:
-    """Return the nest of `tf.TensorSpec` of a batch of some data, its first axis of any length."""
+    """Return the nest of `tf.TensorSpec` of a batch of the data, with any batch size."""
     return spec_of_batches(as_source(x, y))
 
 
 def zeros(spec: Any, batch_size: int) -> tuple[Any, Any, Any]:
-    """Return x, y and sample weights of zeros, or of empty strings; None for what is not there."""
+    """Return x, y and sample weights of zeros or empty strings, None for each missing part."""
 
     def make(part: Any) -> Any:
         return part if part is None else tf.zeros((batch_size, *part.shape[1:]), part.dtype).numpy()
@@ -27,7 +27,7 @@ def zeros(spec: Any, batch_size: int) -> tuple[Any, Any, Any]:
 
 
 def encode_spec(spec: Any) -> Any:
-    """Return a nest of `tf.TensorSpec` as JSON says it."""
+    """Convert a nest of `tf.TensorSpec` to JSON values."""
     if isinstance(spec, dict):
         return {"dict": {key: encode_spec(part) for key, part in spec.items()}}
     if isinstance(spec, list | tuple):
@@ -36,7 +36,7 @@ def encode_spec(spec: Any) -> Any:
 
 
 def decode_spec(value: Any) -> Any:
-    """Return what `encode_spec` was given."""
+    """Convert the result of `encode_spec` back to a nest of `tf.TensorSpec`."""
     if isinstance(value, dict) and "dict" in value:
         return {key: decode_spec(part) for key, part in value["dict"].items()}
     if isinstance(value, dict):

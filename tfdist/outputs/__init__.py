@@ -1,8 +1,8 @@
-"""Outputs of a run: its files, its plot, and what it shows on a terminal.
+"""Outputs of a run: its files, its plot, and its output on a terminal.
 
-    run_directory  files of a run and of its evaluator, each read and written here alone
-    display        progress, result and costs as text, scalars and a profile for TensorBoard, a plot
+    run_directory  reader and writer of the files of a run and of its evaluator
+    display        progress and result as text, scalars for TensorBoard, a plot
 
-Imports `tfdist.errors` and `tfdist.files` alone, so that training may call it and a reader of a
-finished run needs no TensorFlow.
+Imports only `tfdist.errors` and `tfdist.files`. Training can import it, and readers of a finished
+run need no TensorFlow.
 """

@@ -1,8 +1,8 @@
-"""What a run shows: progress and result on a terminal, scalars in TensorBoard, a plot.
+"""Display of a run: progress and result on a terminal, scalars in TensorBoard, a plot.
 
-Progress is a line that changes on a terminal, elsewhere a line every ten seconds. A task of a
-launcher that stands on a terminal ends its line with a carriage return, so that the launcher shows
-the next one in its place.
+On a terminal the progress line is updated in place. Elsewhere a line is printed every ten seconds.
+If the launcher runs on a terminal, a task ends its line with a carriage return. The launcher then
+shows the next line in its place.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _SHOWN = ("loss", "accuracy", "val_loss", "val_accuracy")
 
 
 class ProgressDisplay:
-    """Shows step, examples/s, loss and the time left; the loop of the chief calls it.
+    """Progress display of the chief's loop: step, examples/s, loss and time left.
 
-    `begin`, `update` as often as the loop likes, `end`. Nothing is shown between calls.
+    Call `begin`, then `update` any number of times, then `end`. It prints only during calls.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class ProgressDisplay:
         self._shown_step: int | None = None
 
     def begin(self, *, step: int, examples: int) -> None:
-        """Training starts, or goes on, at `step`."""
+        """Start the display when training starts or resumes at `step`."""
         self._past = [(self._clock(), step, examples)]
 
     def update(self, *, step: int, examples: int, logs: Mapping[str, Any] | None = None) -> None:
-        """`step` steps of `examples` examples in all are done; `logs` are the latest there are."""
+        """Report that `step` steps of `examples` examples in total are done, with latest `logs`."""
         now = self._clock()
         self._logs.update({k: float(v) for k, v in (logs or {}).items() if k in _SHOWN})
         self._past.append((now, step, examples))
-        # The rate is over a window, and the window keeps one point from before it.
+        # The rate covers a window of time. Keep one point from before the window.
         while len(self._past) > 2 and self._past[1][0] <= now - _RATE_OVER_S:
             self._past.pop(0)
         if self._shown_at is None or now - self._shown_at >= self._every_s:
             self._write_line(step, now)
 
     def end(self) -> None:
-        """Training is over, or was broken off."""
+        """Print the last line when training ends or is interrupted."""
         first, last = (self._past[i][1] if self._past else None for i in (0, -1))
         if last is not None and last != first and (self._in_place or last != self._shown_step):
             self._write_line(last, self._clock(), is_last=True)
@@ -96,7 +96,7 @@ class ProgressDisplay:
 
 
 def _number(value: float) -> str:
-    """Return a loss or metric as it is shown."""
+    """Format a loss or metric."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
@@ -117,7 +117,7 @@ def show_result(summary: Mapping[str, Any], *, run_dir: str, plot: str | None) -
 def _result_rows(
     summary: Mapping[str, Any], *, run_dir: str, plot: str | None
 ) -> list[tuple[str, str]]:
-    """Return label and value of each row."""
+    """Return the label and value of each row."""
     rows = [("result", str(summary["status"])), ("strategy", strategy_line(summary))]
     resumed = summary.get("resumed_from_step")
     steps = f"{summary['steps']:,}" + (f" (resumed from {resumed:,})" if resumed else "")
@@ -149,7 +149,7 @@ def _result_rows(
 
 
 def strategy_line(summary: Mapping[str, Any]) -> str:
-    """Return strategy and size of the job: ``ps, 4 workers, 1 parameter server``."""
+    """Return strategy and size of the job, such as ``ps, 4 workers, 1 parameter server``."""
     workers, replicas = summary["workers"], summary["replicas"]
     parts = [f"{workers} worker{'s' * (workers != 1)}"]
     if summary.get("ps"):
@@ -160,7 +160,7 @@ def strategy_line(summary: Mapping[str, Any]) -> str:
 
 
 def _staleness(ages: Mapping[str, int]) -> str:
-    """Return ``0: 71%, 1: 20%, 2-3: 9%``: the share of the steps by updates that came between."""
+    """Return ``0: 71%, 1: 20%, 2-3: 9%``: shares of the steps by their staleness."""
     total = sum(ages.values())
     bins: dict[str, int] = {}
     for age, count in sorted((int(age), count) for age, count in ages.items()):
@@ -190,14 +190,14 @@ def _value(value: float | None) -> str:
 
 
 class ScalarWriter:
-    """Writes event files into a directory; the chief makes one. TensorFlow loads on first use."""
+    """Writer of TensorBoard event files, used by the chief. TensorFlow is imported on first use."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = os.fspath(directory)
         self._writer: Any = None
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the logs of a step under Keras' names: ``val_loss`` as ``validation/loss``."""
+        """Write the logs of a step under Keras' tags: ``val_loss`` as ``validation/loss``."""
         import tensorflow as tf
 
         if self._writer is None:
@@ -206,7 +206,7 @@ class ScalarWriter:
         metadata.plugin_data.plugin_name = "scalars"
         with self._writer.as_default():
             for name, value in scalars.items():
-                # tf.summary.scalar does the same, but needs the package tensorboard.
+                # tf.summary.scalar is equivalent, but needs the package tensorboard.
                 tensor = tf.cast(value, tf.float32)
                 tf.summary.write(tag(name), tensor, step=step, metadata=metadata)
         self._writer.flush()
@@ -218,7 +218,7 @@ class ScalarWriter:
 
 
 def tag(name: str) -> str:
-    """Return where TensorBoard shows a log of this name."""
+    """Return TensorBoard's tag for a log name."""
     if name.startswith("val_"):
         return f"validation/{name.removeprefix('val_')}"
     return name if name in ("learning_rate", "examples_per_second") else f"train/{name}"
@@ -234,9 +234,9 @@ _TRAINING, _VALIDATION = "#1f5fa8", "#d1661a"
 def draw_plot(
     lines: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str
 ) -> Path | None:
-    """Draw the lines of `metrics.jsonl` as a PNG; return its path.
+    """Plot the lines of `metrics.jsonl` to a PNG file and return its path.
 
-    Returns None, and says so in the log, where matplotlib is not installed or nothing was logged.
+    Logs the reason and returns None if matplotlib is not installed or no line was written.
     """
     if not lines:
         logger.info("no plot: no virtual epoch was finished")
@@ -257,7 +257,7 @@ def draw_plot(
 def empty_panels(where: str, *, columns: int = 1, width: float = 6.4) -> tuple[Any, list[Any]]:
     """Return a figure and its panels, without pyplot or a display.
 
-    Raises UsageError where matplotlib is not installed.
+    Raises UsageError if matplotlib is not installed.
     """
     require_packages(where, "matplotlib", extra="plots")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -273,7 +273,7 @@ def empty_panels(where: str, *, columns: int = 1, width: float = 6.4) -> tuple[A
 
 
 def _panels(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the metrics to show, loss first and no more than three."""
+    """Return the metrics to plot: at most three, loss first."""
     names = [
         name
         for name, value in lines[-1].items()

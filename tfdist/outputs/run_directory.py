@@ -1,8 +1,8 @@
-"""Files of a run: those of its directory, and those of its evaluator among the checkpoints.
+"""Files of a run: its run directory, and its evaluator's files beside the checkpoints.
 
-In the run directory only the chief writes. `config.json` is written first and says which run the
-directory belongs to; `summary.json` with the status ``done`` is written last and says that it is
-finished.
+Only the chief writes to the run directory. It writes `config.json` first, which identifies the run
+that owns the directory. It writes `summary.json` with the status ``done`` last, which marks the run
+as finished.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tfdist.files import is_held, move_aside, one_line_errors, open_untrusted, w
 
 DONE = "done"
 COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second", "worker_steps"})
-"""What a line of `metrics.jsonl` says beside the metrics."""
+"""Fields of a line of `metrics.jsonl` that are not metrics."""
 _REMOVED_FIELDS = ("ledger", "profile_steps")
-"""Fields of configurations that an earlier version wrote."""
+"""Fields that an earlier version wrote to configurations."""
 _LAUNCHERS_OWN = frozenset({"logs", "report.json", "live.json"})
 _SHOWN_DIFFERENCES = 3
 
 
 class Claim(enum.Enum):
-    """What a run found when it claimed its directory."""
+    """State of the run directory when a run claims it."""
 
     NEW = "new"
     RESUMED = "resumed"
@@ -37,7 +37,7 @@ class Claim(enum.Enum):
 
 
 class RunDirectory:
-    """Paths, files and ownership of one run directory; creating the object touches nothing."""
+    """Paths, files and owner of one run directory. The constructor does not access files."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -52,21 +52,21 @@ class RunDirectory:
     def claim(
         self, config: Mapping[str, Any], overwrite: bool = False, *, free: Collection[str] = ()
     ) -> Claim:
-        """Take the directory for the run that `config` describes; the chief calls it first.
+        """Claim the directory for the run of `config`. The chief calls it first.
 
         Args:
-          config: JSON; nested keys are compared one by one.
-          overwrite: moves what an earlier run wrote to ``old-1`` (``old-2``, ...) inside it.
-          free: dotted keys that may differ between two starts of the same run.
+          config: JSON values. Nested keys are compared one by one.
+          overwrite: Whether to move an earlier run's files to ``old-1`` (``old-2``, ...) inside.
+          free: Dotted keys that may differ between two starts of the same run.
 
         Returns:
-          NEW, with `config` written; RESUMED for an unfinished run of the same configuration;
-          FINISHED for a finished one. The latter two leave everything as it is.
+          NEW after writing `config`, RESUMED for an unfinished run of the same configuration,
+          FINISHED for a finished run. RESUMED and FINISHED change no file.
 
         Raises:
-          UsageError: the directory belongs to a run of another configuration, or `overwrite` is
-            asked for while a run goes on in it.
-          TfdistError: it cannot be written.
+          UsageError: The directory belongs to a run with another configuration, or a run with
+            `overwrite` finds that another run is still writing to it.
+          TfdistError: The directory cannot be written.
         """
         with self._one_line_errors():
             if overwrite:
@@ -90,35 +90,35 @@ class RunDirectory:
 
     @property
     def is_written(self) -> bool:
-        """Return whether a run goes on that writes its checkpoints there."""
+        """Return whether a running job writes checkpoints to the directory."""
         return is_held(self.checkpoints / ".lock")
 
     def withdraw(self) -> None:
-        """Give back a directory claimed as NEW by a run that was a mistake and did no step."""
+        """Release a directory claimed as NEW, if the run was rejected before its first step."""
         if self.metrics_file.exists() or self.checkpoints.exists():
             return
         with contextlib.suppress(OSError):
             self.config_file.unlink()
-            self.path.rmdir()  # only where nothing else is in it
+            self.path.rmdir()  # fails, as intended, if it has other files
 
     def read_config(self) -> dict[str, Any] | None:
-        """Return the configuration of the run that owns the directory, None where none does."""
+        """Return the configuration of the run that owns the directory, None without an owner."""
         config = read_json(self.config_file)
         return config and {key: config[key] for key in config if key not in _REMOVED_FIELDS}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the result of the run, whole or not at all."""
+        """Write the summary of the run atomically."""
         with self._one_line_errors():
             write_text(self.summary_file, to_json(summary, indent=1) + "\n")
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Return the summary, None before there is one."""
+        """Return the summary, or None if it is not written yet."""
         return read_json(self.summary_file)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Add a line, that of one virtual epoch, to `metrics.jsonl`; non-finite becomes null.
+        """Append the line of one virtual epoch to `metrics.jsonl`, with non-finite values as null.
 
-        It is on the disk then, as the checkpoint will be that a run goes on from after this line.
+        The line is flushed to the disk, because the next checkpoint continues from this line.
         """
         with (
             self._one_line_errors(),
@@ -129,16 +129,16 @@ class RunDirectory:
             os.fsync(file.fileno())
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of `metrics.jsonl`, without one that a crash cut short."""
+        """Return the lines of `metrics.jsonl`, except a line that a crash truncated."""
         with self._one_line_errors():
             return _read_lines(self.metrics_file)
 
     def drop_metrics_after(self, step: int) -> None:
-        """Withdraw the lines of steps that a run resumed at `step` is about to do again."""
+        """Remove the lines after `step`, which a run resumed at `step` repeats."""
         self._keep_metrics(lambda line: line["step"] <= step)
 
     def drop_metrics_from(self, virtual_epoch: int) -> None:
-        """Withdraw the lines of virtual epochs that a resumed run does again, from this one."""
+        """Remove the lines from `virtual_epoch` on, which a resumed run repeats."""
         self._keep_metrics(lambda line: line["virtual_epoch"] < virtual_epoch)
 
     def _keep_metrics(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -147,7 +147,7 @@ class RunDirectory:
                 _write_lines(self.metrics_file, filter(is_kept, _read_lines(self.metrics_file)))
 
     def _move_aside(self) -> None:
-        """Move everything but what the launcher has just begun to write for this start."""
+        """Move all files of the earlier run, but not the files that the launcher just wrote."""
         if not self.config_file.exists():
             return
         require(
@@ -158,10 +158,10 @@ class RunDirectory:
             fix="end that run, or give this one a run_dir of its own",
             code="run-goes-on",
         )
-        # The configuration goes last: until then the directory is still seen as taken.
+        # Move the configuration last: until then the directory counts as owned.
         last = self.config_file.name
         kept = {last, *_LAUNCHERS_OWN}
-        # What is being written now is so only for a moment, and the launcher writes every second.
+        # Skip temporary files: they exist only for a moment (the launcher writes every second).
         there = (n for n in os.listdir(self.path) if not n.startswith(("old-", ".partial-")))
         names = [name for name in there if name not in kept]
         move_aside(self.path, [*names, last])
@@ -171,10 +171,10 @@ class RunDirectory:
 
 
 class Evaluations:
-    """The files of one run's evaluator; creating the object touches nothing.
+    """The files of one run's evaluator. The constructor does not access files.
 
-    They are among the checkpoints, so that they go where those go: the checkpoints of two runs have
-    the same names.
+    They are stored beside the checkpoints and move with them, because checkpoints of different runs
+    have the same names.
     """
 
     def __init__(self, checkpoints: str | os.PathLike[str]) -> None:
@@ -184,7 +184,7 @@ class Evaluations:
         self.stop_file = folder / "stop.evaluator.json"
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines, without one that a crash cut short."""
+        """Return the lines, except a line that a crash truncated."""
         with self._one_line_errors():
             return [
                 line
@@ -193,23 +193,23 @@ class Evaluations:
             ]
 
     def with_line(self, line: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Returns the lines with this one and without those of its step and of later ones, which a
-        run that went back to a checkpoint does again."""
+        """Return the lines with `line`, without lines of its step and later steps (which a run
+        repeats after it restores an older checkpoint)."""
         return [*(past for past in self.lines() if past["step"] < line["step"]), dict(line)]
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Write these lines in place of those there are."""
+        """Replace all lines."""
         with self._one_line_errors():
             _write_lines(self.metrics_file, lines)
 
     def ask_to_stop(self, why: Mapping[str, Any]) -> None:
-        """Have the chief end the training before its next range of steps."""
+        """Request that the chief ends training before its next range of steps."""
         with self._one_line_errors():
             write_text(self.stop_file, to_json(why) + "\n")
 
     @property
     def is_stop_requested(self) -> bool:
-        """Return whether the evaluator has asked for the end of the training."""
+        """Return whether the evaluator has requested the end of training."""
         return self.stop_file.exists()
 
     def _one_line_errors(self) -> contextlib.AbstractContextManager[None]:
@@ -217,7 +217,7 @@ class Evaluations:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a configuration with the keys of nested ones dotted."""
+    """Return a configuration with nested keys flattened to dotted keys."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         nested = isinstance(value, Mapping)
@@ -228,9 +228,9 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], *, free: Collection[str] = ()
 ) -> str:
-    """Return ``key=new (there: old)`` for what differs between two configurations; "" for nothing.
+    """Return ``key=new (there: old)`` for each difference of two configurations, "" if equal.
 
-    The dotted keys of `free` may differ.
+    Differences in the dotted keys of `free` are ignored.
     """
     old, new, missing = flat(before), flat(now), object()
     keys = [k for k in old | new if k not in free and old.get(k, missing) != new.get(k, missing)]
@@ -241,12 +241,12 @@ def differences(
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Return JSON that every reader takes: what is not finite becomes null."""
+    """Return strictly valid JSON: non-finite numbers become null."""
     return json.dumps(_plain(value), indent=indent, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as JSON has it: NumPy scalars as numbers, non-finite numbers as null."""
+    """Convert `value` to JSON types: NumPy scalars to numbers, non-finite numbers to None."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -257,7 +257,7 @@ def _plain(value: Any) -> Any:
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines, without one that a crash cut short."""
+    """Return the objects of a file of JSON lines, except a line that a crash truncated."""
     try:
         with open(file, encoding="utf-8", errors="replace", opener=open_untrusted) as opened:
             text = opened.read()
@@ -275,7 +275,7 @@ def _write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """Return the object in a file, None without the file; UsageError where it is something else."""
+    """Return a file's JSON object, None if the file is missing, UsageError if it has no object."""
     try:
         with open(file, encoding="utf-8", opener=open_untrusted) as opened:
             content = json.load(opened)

@@ -1,7 +1,7 @@
-"""Journal of a sweep, and the state folded from it.
+"""Journal of a sweep, and the state computed from it.
 
-A line for each thing that happened, on disk before the next happens. The state of a sweep is a fold
-over its lines, without KerasTuner.
+Each event is a line that is on the disk before the next event. The state of a sweep is a fold over
+the lines and does not need KerasTuner.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.files import fsync, one_line_errors, open_untrusted
 
 JOURNAL, TRIALS, LOCK = "journal.jsonl", "trials", ".chief.lock"
-"""In the directory of a sweep: its journal, the run directories of its trials, its chief's lock."""
+"""Names in a sweep's directory: journal, directory of the trials' runs, lock of the chief."""
 
 
 class Journal:
-    """Adds lines to a journal; the sweep's chief, which holds the lock, has the only one.
+    """Writer of a journal. Only the sweep's chief, which holds the lock, has one.
 
     Raises:
-      TfdistError: the file cannot be written.
-      UsageError: it is no journal.
+      TfdistError: The file cannot be written.
+      UsageError: The file is not a journal.
     """
 
     def __init__(self, path: Path, *, time_of_day: Callable[[], float]) -> None:
@@ -36,12 +36,12 @@ class Journal:
         self._size = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
     def add(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Write a line and return it; when this returns, the line is on disk."""
+        """Append a line, flush it to the disk, and return it."""
         line = {"event": event, "at": round(self._time_of_day(), 3), **fields}
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         with one_line_errors(self.path):
             with open(self.path, "ab", opener=open_untrusted) as file:
-                file.truncate(self._size)  # what a killed chief or a full disk left of a line
+                file.truncate(self._size)  # a partial line of a killed chief or a full disk
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -53,9 +53,9 @@ class Journal:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a journal, also of one that is being written; none without one.
+    """Return the complete lines of a journal, also while it is written, [] if it is missing.
 
-    Raises UsageError for a file that is no journal.
+    Raises UsageError for a file that is not a journal.
     """
     try:
         data = path.read_bytes()
@@ -81,7 +81,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-# The state of a sweep: a fold over the journal's lines.
+# State of a sweep: a fold over the journal's lines.
 
 Status = Literal["waiting", "running", "completed", "failed"]
 
@@ -93,40 +93,40 @@ WAITING: Status = "waiting"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One set of hyperparameters and what became of it."""
+    """One set of hyperparameters, and the progress and result of its job."""
 
     id: str
     values: Mapping[str, Any]
-    """Of the active hyperparameters, KerasTuner's own (``tuner/epochs``) among them."""
+    """Values of the active hyperparameters and of KerasTuner's own (``tuner/epochs``)."""
     run: str
-    """Which directory under `trials/` it runs in: its own, or of the trial that it continues."""
+    """Name of its run's directory under `trials/`, shared with the trial that it continues."""
     until: int | None = None
-    """The virtual epoch after which it is put aside; None: it runs to its end."""
+    """Virtual epoch after which the trial pauses, None if it runs to its end."""
     status: Status = WAITING
     starts: int = 0
-    """How often its job was started, by this chief or one before it."""
+    """Number of starts of its job, also by earlier chiefs."""
     kills: int = 0
-    """How often the job has been killed from outside since the last progress."""
+    """Number of times the job was killed from outside since its last progress."""
     reached: int = 0
-    """How many virtual epochs it had done when it was last killed."""
+    """Number of virtual epochs done at the last kill."""
     score: float | None = None
     best_virtual_epoch: int | None = None
     stopped_at: int | None = None
-    """The virtual epoch at which it was stopped as hopeless."""
+    """Virtual epoch at which the sweep stopped the trial early."""
     history: tuple[Mapping[str, float], ...] = ()
-    """The metrics of each virtual epoch."""
+    """Metrics of each virtual epoch."""
     reason: str = ""
     last_lines: tuple[str, ...] = ()
     began_at: float | None = None
     ended_at: float | None = None
     started_at: float | None = None
-    """Time of its last start; None while it waits."""
+    """Time of its last start, None while it does not run."""
     ran_s: float = 0.0
-    """Seconds for which its jobs have run, up to the last one that ended."""
+    """Total run time of its ended jobs in seconds."""
     asked: Mapping[str, Any] | None = None
-    """Values that its program asks for, fixed ones among them; None if that is not known yet."""
+    """Values requested by its program, including fixed ones, None if not known yet."""
     measured_by: tuple[str, ...] | None = None
-    """The trials that had been completed when it was first started; None before that."""
+    """Trials that were completed at the first start of this trial, None before the start."""
 
     @property
     def is_over(self) -> bool:
@@ -134,31 +134,31 @@ class Trial:
 
     @property
     def seconds(self) -> float | None:
-        """Return the time for which its jobs have run; None before its end."""
+        """Return the total run time of its jobs, None until the trial has ended."""
         return None if self.began_at is None or self.ended_at is None else self.ran_s
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Return the values that its program asks for, without KerasTuner's own."""
+        """Return the values requested by its program, without KerasTuner's own."""
         values = self.values if self.asked is None else self.asked
         return {k: v for k, v in values.items() if not k.startswith("tuner/")}
 
 
 @dataclass(kw_only=True, slots=True)
 class SweepState:
-    """All trials of a sweep, in the order in which they were asked for."""
+    """All trials of a sweep, in the order of their creation."""
 
     begun: Mapping[str, Any] = field(default_factory=dict)
     trials: dict[str, Trial] = field(default_factory=dict)
     finished: str | None = None
-    """Why the sweep ended; None while it goes on."""
+    """Reason for the end of the sweep, None while it runs."""
     is_complete: bool = False
-    """Whether it ended because there was no trial left."""
+    """Whether the sweep ended because all trials were done."""
     retrained: str | None = None
-    """Which trial's values are trained anew, or have been."""
+    """Trial with the values for the final training, None if there is no final training."""
 
     def apply(self, line: Mapping[str, Any]) -> None:
-        """Take in one line of the journal."""
+        """Apply one line of the journal."""
         event = line["event"]
         if event == "begun":
             self.begun = line
@@ -190,12 +190,12 @@ class SweepState:
 
     @property
     def completed(self) -> tuple[str, ...]:
-        """Return the names of the completed trials."""
+        """Return the ids of the completed trials."""
         return tuple(trial.id for trial in self.trials.values() if trial.status == COMPLETED)
 
     @property
     def scores(self) -> list[float]:
-        """Return the scores of the completed trials, in the order in which they were asked for."""
+        """Return the scores of the completed trials, in the order of their creation."""
         return [t.score for t in self.trials.values() if t.score is not None]
 
     @property
@@ -210,7 +210,7 @@ class SweepState:
 
     @property
     def varied(self) -> list[str]:
-        """Return the hyperparameters that differ between trials; all of them where none does."""
+        """Return the hyperparameters that differ between trials, or all if no values differ."""
         seen: dict[str, set[str]] = {}
         for trial in self.trials.values():
             for name, value in trial.hyperparameters.items():
@@ -229,17 +229,17 @@ class SweepState:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether all trials that have ended, one or more, have failed."""
+        """Return whether at least one trial has failed and no trial is completed."""
         return self.num_failed > 0 and not self.completed
 
     def ranked(self) -> list[Trial]:
-        """Return the completed trials, the best first."""
+        """Return the completed trials, best first."""
         done = [t for t in self.trials.values() if t.status == COMPLETED and t.score is not None]
         return sorted(done, key=lambda t: t.score or 0.0, reverse=self.is_max)
 
 
 def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
-    """Return the state that a journal describes."""
+    """Compute the state of a sweep from the lines of its journal."""
     state = SweepState()
     for line in lines:
         state.apply(line)
@@ -247,7 +247,7 @@ def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
 
 
 def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
-    if trial.started_at is not None:  # of an earlier chief's job its last sign counts
+    if trial.started_at is not None:  # a killed chief's job counts up to its last sign of life
         until = min(line.get("ran_until", line["at"]), line["at"])
         ran_s = trial.ran_s + max(0.0, until - trial.started_at)
         trial = replace(trial, ran_s=ran_s, started_at=None)

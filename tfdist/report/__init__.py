@@ -1,1 +1,1 @@
-"""Report of a run as one HTML file. Reads files only."""
+"""Report of runs and sweeps as one HTML file. Only reads files."""

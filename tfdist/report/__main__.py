@@ -20,7 +20,7 @@ _FILE = "report.html"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     return run_program("tfdist.report", lambda: _run(_parser().parse_args(argv)))
 
 
@@ -59,7 +59,7 @@ def _default_file(paths: Sequence[Path]) -> Path:
 
 
 def _serve(paths: Sequence[Path], *, port: int) -> int:
-    _read(paths)  # a directory that is none is told here
+    _read(paths)  # report an invalid directory before serving
     listener = listen(port, flag="--port")
 
     def make_page() -> str:

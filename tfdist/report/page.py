@@ -1,4 +1,4 @@
-"""The page: runs and sweeps as one HTML file, with style and scripts, that loads nothing."""
+"""HTML page of runs and sweeps: one self-contained file with style and scripts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def render(
     *,
     is_followed: bool = False,
 ) -> str:
-    """Return the page; with `is_followed` it asks for itself again while a run goes on."""
+    """Return the page. With `is_followed` the page reloads itself while a run is running."""
     names = [*(sweep.name for sweep in sweeps), *(run.name for run in runs)]
     title = named(names, most=4)
     is_going = "running" in (*(s.status for s in sweeps), *(run.status for run in runs))
@@ -128,7 +128,7 @@ def _config_differences(runs: Sequence[Run]) -> str:
 
 
 def _run_section(run: Run, index: int) -> str:
-    """Return all that is known of a run."""
+    """Return the section of a run."""
     totals = _totals(run)
     used = [part for part in PARTS if any(parts.get(part) for parts in totals.values())]
     legend = "".join(
@@ -222,7 +222,7 @@ def _metric_chart(run: Run, name: str, marks: Sequence[Mark]) -> str:
 def _chart_by_task(
     run: Run, title: str, points_of: Callable[[TaskHistory], Iterable[tuple[float, float]]]
 ) -> str:
-    """Return a chart over the time of all attempts; a line breaks between two of them."""
+    """Return a chart over the time of all attempts. Lines break between attempts."""
     series: dict[str, list[tuple[float, float]]] = {}
     for attempt in run.attempts:
         for task, history in attempt.history.items():
@@ -238,7 +238,7 @@ def _chart_by_task(
 
 
 def _totals(run: Run) -> dict[str, dict[str, float]]:
-    """Return the seconds of each task in each part; what no phase tells is of its process."""
+    """Return the seconds of each task in each part. Time outside all phases is ``other``."""
     totals: dict[str, dict[str, float]] = {}
     for attempt in run.attempts:
         for span in attempt.tasks:
@@ -296,7 +296,7 @@ def _staleness(run: Run) -> str:
 def _counts(counts: Sequence[tuple[str, int]], more: Callable[[float], str]) -> str:
     """Return a bar for each count of steps."""
     numbers = [count for _, count in counts]
-    total, most = max(1, sum(numbers)), max([1, *numbers])  # 0 of a run that was resumed at its end
+    total, most = max(1, sum(numbers)), max([1, *numbers])  # 0 if a run was resumed at its end
     rows = ""
     for name, count in counts:
         tip = f"{name}: {count:,} steps, {100 * count / total:.1f} %{more(count / total)}"
@@ -337,7 +337,7 @@ def _what_ran(run: Run) -> str:
     return card(pairs(facts) + details("configuration", config))
 
 
-# Timeline of a run: its attempts and tasks, each coloured by what it did.
+# Timeline of a run: attempts and tasks, coloured by phase.
 
 PARTS = {
     "start": ("start", ("import", "rendezvous")),
@@ -350,20 +350,20 @@ PARTS = {
     "serve": ("serving the chief", ("serve",)),
     "other": ("start and end of the process", ("done", "other")),
 }
-"""Where the time went: each part's class, name and phases."""
+"""Parts of a run's time: CSS class, name and phases of each part."""
 
 _PART_OF = {phase: part for part, (_, phases) in PARTS.items() for phase in phases}
 
 
 def _bar(part: str, left: float, right: float, tip: str) -> str:
-    """Return a bar of a track, from 0 at its left to 1 at its right."""
+    """Return a bar of a track. `left` and `right` are fractions of the track's width."""
     place = f"left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"
     style = f"{place};background:var(--{part})"
     return f'<div class="bar" style="{style}" title="{escape(tip)}"></div>'
 
 
 def _timeline(run: Run, legend: str) -> str:
-    """Return the last attempts with their tasks; the empty text where no times are known."""
+    """Return the timeline of the last attempts, or an empty text if no times are known."""
     ends = [attempt.end for attempt in run.attempts if attempt.end is not None]
     if not run.begin or not ends or max(ends) <= run.begin:
         return ""
@@ -379,7 +379,7 @@ def _timeline(run: Run, legend: str) -> str:
 
 
 def _scale(seconds: float) -> str:
-    """Return the times at the begin, the middle and the end; more would touch on a telephone."""
+    """Return the labels at begin, middle and end. More labels would overlap on a phone."""
     labels = "".join(
         f'<span style="left:{100 * part:g}%">{duration(part * seconds)}</span>'
         for part in (0.0, 0.5, 1.0)
@@ -418,7 +418,7 @@ def _row(attempt: AttemptRecord, span: TaskSpan, shown: Scale) -> str:
 def _stretches(
     attempt: AttemptRecord, task: str, since: float, until: float
 ) -> list[tuple[str, float, float]]:
-    """Return the longest part of each stretch of time, equal neighbours as one."""
+    """Return the longest part of each stretch of time, with equal neighbours merged."""
     history = attempt.history.get(task)
     found: list[tuple[str, float, float]] = []
     for i in range(len(history.steps) if history else 0):

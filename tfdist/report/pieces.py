@@ -1,6 +1,6 @@
-"""Pieces of which the page is made: numbers as text, HTML, and charts as SVG.
+"""Building blocks of the page: formatted numbers, HTML, and SVG charts.
 
-The colours of a chart are classes of the page.
+CSS classes of the page define the colours of a chart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ UNKNOWN = "\N{EN DASH}"
 
 
 def number(value: float | None) -> str:
-    """Return a number as a person reads it: 12,345 or 0.00123."""
+    """Format a number for people, such as 12,345 or 0.00123."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     if value == int(value) and abs(value) < 1e15:
@@ -26,7 +26,7 @@ def number(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time as ``1 h 02 min``, ``3 min 20 s``, ``12.3 s``."""
+    """Format a duration as ``1 h 02 min``, ``3 min 20 s`` or ``12.3 s``."""
     if seconds is None:
         return UNKNOWN
     if seconds >= 3600:
@@ -37,7 +37,7 @@ def duration(seconds: float | None) -> str:
 
 
 def clock(at: float | None) -> str:
-    """Return a moment as date and time, UTC."""
+    """Format a time as date and time in UTC."""
     return UNKNOWN if at is None else f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
@@ -49,9 +49,9 @@ _MAX_HITS = 120
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One line: points ``(x, y)``, a colour by its number, and whether it is dashed.
+    """A line of a chart: points ``(x, y)``, the number of its colour, and its style.
 
-    A point whose y is NaN breaks the line.
+    A point with y = NaN breaks the line.
     """
 
     name: str
@@ -59,17 +59,17 @@ class Series:
     colour: int = 0
     is_dashed: bool = False
     is_dots: bool = False
-    """Whether the points are shown alone, without a line."""
+    """Whether to draw only the points, without a line."""
 
     @property
     def known(self) -> list[tuple[float, float]]:
-        """Return the points that are finite."""
+        """Return the finite points."""
         return [(x, y) for x, y in self.points if math.isfinite(y)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A vertical line at `x`, such as a failure."""
+    """A vertical line at `x`, for example for a failure."""
 
     x: float
     text: str
@@ -83,7 +83,7 @@ def _tick(value: float) -> str:
 
 
 def ticks(low: float, high: float, *, most: int = 5) -> list[float]:
-    """Return round numbers within a range, at most `most` and one more."""
+    """Return round numbers within a range, at most `most` + 1."""
     if high <= low:
         return [low]
     raw = (high - low) / most
@@ -96,7 +96,7 @@ def ticks(low: float, high: float, *, most: int = 5) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Where values from `low` to `high` are, between `begin` and `end`."""
+    """Linear map of values from `low` to `high` to positions from `begin` to `end`."""
 
     low: float
     high: float
@@ -104,7 +104,7 @@ class Scale:
     end: float
 
     def at(self, value: float) -> float:
-        """Return where a value is; in the middle where the ends are one."""
+        """Return the position of a value, or the middle if `low` is not below `high`."""
         if self.high <= self.low:
             return (self.begin + self.end) / 2
         return self.begin + (value - self.low) / (self.high - self.low) * (self.end - self.begin)
@@ -118,7 +118,7 @@ def chart(
     marks: Sequence[Mark] = (),
     from_zero: bool = True,
 ) -> str:
-    """Return a card of a chart with its legend; the empty text where there is no point."""
+    """Return a card of a chart with its legend, or an empty text if there is no point."""
     shown = [one for one in series if one.known]
     if not shown:
         return ""
@@ -201,7 +201,7 @@ def _mark(mark: Mark, x_of: Scale) -> str:
 
 
 def _hits(shown: Sequence[Series], x_of: Scale, x_label: str) -> list[str]:
-    """Return bars that nobody sees: the one under the pointer tells the values there."""
+    """Return invisible bars: the bar under the pointer shows the values there in a tooltip."""
     xs = sorted({x for one in shown for x, _ in one.known})
     xs = xs[:: -(-len(xs) // _MAX_HITS)]
     values = [dict(one.known) for one in shown]
@@ -220,14 +220,14 @@ def _hits(shown: Sequence[Series], x_of: Scale, x_label: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """One axis of parallel coordinates: where each line crosses it, from 0 to 1, and its ticks."""
+    """An axis of parallel coordinates: its name, and its ticks at heights from 0 to 1."""
 
     name: str
     ticks: Sequence[tuple[float, str]]
 
 
 def axis_of(name: str, values: Sequence[object], *, is_log: bool) -> tuple[Axis, dict[str, float]]:
-    """Return an axis and the height of each value by its text: numbers by size, others in turn."""
+    """Return an axis and the height of each value: numbers by size, other values in sort order."""
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) < len(values) or not numbers:
         words = sorted({str(value) for value in values})
@@ -258,9 +258,9 @@ def parallel_coordinates(
     tips: Sequence[str],
     label: str,
 ) -> str:
-    """Return parallel coordinates: the first line, the best, thick; the better the stronger.
+    """Return parallel coordinates. The first (best) line is thick, and worse lines are fainter.
 
-    A line has its height at each axis, None where it leaves one out.
+    A line has a height for each axis, or None if it has no value there.
     """
     width, height, top, bottom = max(400.0, 150.0 * len(axes)), 280.0, 40.0, 16.0
     step = (width - 150) / max(1, len(axes) - 1)
@@ -293,11 +293,11 @@ def parallel_coordinates(
 
 
 MAX_ROWS = 60
-"""Of attempts and tasks in a timeline, failures, checkpoints, fields."""
+"""Maximum rows of attempts, tasks of a timeline, failures, checkpoints and fields."""
 
 
 def section(title: str, content: str) -> str:
-    """Return a titled section; the empty text without content."""
+    """Return a titled section, or an empty text without content."""
     return f"<h2>{title}</h2>{content}" if content else ""
 
 
@@ -307,13 +307,13 @@ def card(content: str, css: str = "") -> str:
 
 
 def cards(contents: Iterable[str]) -> str:
-    """Return cards beside each other; the empty text without one."""
+    """Return cards side by side, or an empty text without cards."""
     content = "".join(contents)
     return f'<div class="grid-of-charts">{content}</div>' if content else ""
 
 
 def figures(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return texts in large print, each with what it is; those that are not known left out."""
+    """Return values in large print with their names. Unknown values are left out."""
     cells = "".join(
         f'<div class="figure"><b>{escape(value)}</b><span>{escape(about)}</span></div>'
         for value, about in pairs
@@ -323,7 +323,7 @@ def figures(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def pairs(items: Mapping[str, str]) -> str:
-    """Return terms, which are text, with their values, which are HTML; empty ones left out."""
+    """Return a list of names (plain text) and values (HTML), without empty values."""
     content = "".join(
         f"<dt>{escape(name)}</dt><dd>{value}</dd>" for name, value in items.items() if value
     )
@@ -331,17 +331,17 @@ def pairs(items: Mapping[str, str]) -> str:
 
 
 def code(value: Any) -> str:
-    """Return a value as HTML; the empty text for none."""
+    """Return a value as HTML, or an empty text for None."""
     return f"<code>{escape(known)}</code>" if (known := text(value)) else ""
 
 
 def details(summary: str, content: str) -> str:
-    """Return content that is shown on a click; the empty text without content."""
+    """Return content that unfolds on a click, or an empty text without content."""
     return f"<details><summary>{summary}</summary>{content}</details>" if content else ""
 
 
 def table(head: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: int | None = None) -> str:
-    """Return a table of cells that are HTML; columns from number `numbers` on are of numbers."""
+    """Return a table of HTML cells. Columns from index `numbers` on are aligned as numbers."""
 
     def css(column: int) -> str:
         return ' class="n"' if numbers is not None and column >= numbers else ""
@@ -364,14 +364,14 @@ def badge(status: str) -> str:
 
 
 def words(name: str) -> str:
-    """Return the name of a metric as a title."""
+    """Convert the name of a metric to a title."""
     prefix = "validation " if name.startswith("val_") else ""
     title = prefix + name.removeprefix("val_").replace("_", " ")
     return title[:1].upper() + title[1:]
 
 
 def text(value: Any) -> str:
-    """Return a value of a configuration as a person writes it."""
+    """Format a value of a configuration."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else value if isinstance(value, str) else json.dumps(value)

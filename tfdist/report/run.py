@@ -1,4 +1,4 @@
-"""What a run directory tells, whichever program wrote which part of it."""
+"""Reader of run directories: files of the launcher, the training and the evaluator."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _CHECKPOINT = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSpan:
-    """One process of a task. Moments are seconds since the epoch, None where not known."""
+    """One process of a task. Times are seconds since the epoch, or None if unknown."""
 
     task: str
     host: str
     begin: float | None
     end: float | None
     outcome: str
-    """How it ended: ``running``, ``done``, ``stopped``, ``exit code 1``, ``SIGKILL``."""
+    """Its end: ``running``, ``done``, ``stopped``, ``exit code 1``, ``SIGKILL``."""
     is_failure: bool
     restart: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskHistory:
-    """One task over time, in stretches of `width_s` from `begin` on.
+    """History of one task, in intervals of `width_s` seconds that start at `begin`.
 
-    `phases` has the seconds of each phase, `steps` the last step of each stretch.
+    `phases` has the seconds of each phase, `steps` the last step of each interval.
     """
 
     begin: float
@@ -48,15 +48,15 @@ class TaskHistory:
     memory_bytes: tuple[int | None, ...]
 
     def rates(self) -> list[tuple[float, float]]:
-        """Return steps per second at the middle of each stretch, in seconds from the begin.
+        """Return steps per second at the middle of each interval, in seconds from `begin`.
 
-        Not up to the first steps, which may be those of the checkpoint that it resumed from.
+        The first steps have no rate, because they may be the steps of a restored checkpoint.
         """
         known = [(i * self.width_s, step) for i, step in enumerate(self.steps) if step]
         return [
             ((before_s + at_s) / 2 + self.width_s, (step - before) / (at_s - before_s))
             for (before_s, before), (at_s, step) in itertools.pairwise(known)
-            if step >= before  # else of another training of the same program
+            if step >= before  # otherwise the program trains again
         ]
 
 
@@ -72,13 +72,13 @@ class AttemptRecord:
     first_step_s: float | None = None
     restart_s: float | None = None
     failures: Sequence[Mapping[str, Any]] = ()
-    """The failures that the launcher named, as in its report, with what ``followed``."""
+    """Failures in the launcher's report. ``followed`` says how the job continued."""
     history: Mapping[str, TaskHistory]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that is on the disk."""
+    """A checkpoint on the disk."""
 
     name: str
     step: int
@@ -89,7 +89,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """All that is known of a run; what is not known is empty."""
+    """Content of a run directory. Unknown parts are empty."""
 
     path: Path
     name: str
@@ -106,7 +106,7 @@ class Run:
 
     @property
     def metric_names(self) -> list[str]:
-        """Return the metrics of training, loss first; each may have a ``val_`` one beside it."""
+        """Return the metrics of training, loss first, without the prefix ``val_``."""
         names = dict.fromkeys(
             name.removeprefix("val_")
             for line in self.metrics
@@ -117,25 +117,25 @@ class Run:
 
     @property
     def last_metrics(self) -> dict[str, float]:
-        """Return the last value of each metric that has had one, NaN where it is not finite."""
+        """Return the last value of each metric with any value, or NaN if it is not finite."""
         names = [prefix + name for name in self.metric_names for prefix in ("", "val_")]
         return {n: value for n in names if (value := self.last(n)) is not None}
 
     @property
     def steps(self) -> int | None:
-        """Return how many steps it has done."""
+        """Return the number of steps done."""
         told = [self.summary.get("steps"), self.live.get("step"), self.last("step")]
         return max((int(step) for step in told if isinstance(step, int | float)), default=None)
 
     @property
     def strategy(self) -> str:
-        """Return its strategy, empty if that is not known."""
+        """Return the strategy, or an empty text if it is unknown."""
         sources = (self.summary, self.job, self.live)
         return str(next((told["strategy"] for told in sources if told.get("strategy")), ""))
 
     @property
     def begin(self) -> float:
-        """Return when its first attempt began, 0 if that is not known."""
+        """Return the start time of the first attempt, or 0 if it is unknown."""
         return min((a.begin for a in self.attempts if a.begin is not None), default=0.0)
 
     @property
@@ -145,9 +145,9 @@ class Run:
         return max(ends) - self.begin if self.begin and ends else None
 
     def points(self, name: str) -> list[tuple[float, float]]:
-        """Return a metric over the steps, NaN where it was not finite, which the file has as null.
+        """Return a metric over the steps, with NaN for non-finite values (null in the file).
 
-        Empty where it never was.
+        The result is empty if the metric was never finite.
         """
         found = [
             (float(line["step"]), math.nan if line[name] is None else float(line[name]))
@@ -158,14 +158,14 @@ class Run:
         return found if any(math.isfinite(value) for _, value in found) else []
 
     def last(self, name: str) -> float | None:
-        """Return the last value of a metric, NaN where it is not finite, None without one."""
+        """Return the last value of a metric, NaN if it is not finite, None without values."""
         points = self.points(name)
         return points[-1][1] if points else None
 
 
 @contextlib.contextmanager
 def reading(where: object) -> Iterator[None]:
-    """Raise UsageError, which names `where`, for content of another form than tfdist writes."""
+    """Raise UsageError for `where` if the block finds content in an unexpected format."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
@@ -181,7 +181,7 @@ def reading(where: object) -> Iterator[None]:
 
 
 def is_running(path: Path) -> bool:
-    """Return whether a launcher runs a job in a run directory."""
+    """Return whether a launcher is running a job in a run directory."""
     return is_held(path / "logs" / ".lock")
 
 
@@ -189,7 +189,7 @@ def read_run(path: Path) -> Run:
     """Return the run of a run directory.
 
     Raises:
-        UsageError: it is none, or a file in it is damaged.
+        UsageError: The directory has no run, or a file in it is damaged.
     """
     with reading(path):
         return _read(path)
@@ -232,7 +232,7 @@ def _read(path: Path) -> Run:
 
 
 def _is_later(summary: Mapping[str, Any], attempts: Sequence[AttemptRecord]) -> bool:
-    """Return whether the summary is of a later start than the launcher's last one."""
+    """Return whether the summary is newer than the launcher's last attempt."""
     ended_at = moment(summary.get("ended_at"))
     known = [at for attempt in attempts for at in (attempt.begin, attempt.end) if at is not None]
     return ended_at is not None and ended_at > max(known, default=0.0)
@@ -252,7 +252,7 @@ def _status(report: Mapping[str, Any], summary: Mapping[str, Any], *, is_going: 
 
 
 def moment(text: str | None) -> float | None:
-    """Return the seconds since the epoch of a time in `report.json`."""
+    """Convert a time of `report.json` to seconds since the epoch."""
     return None if text is None else datetime.fromisoformat(text).timestamp()
 
 
@@ -296,7 +296,7 @@ def _span(task: Mapping[str, Any], blamed: set[str]) -> TaskSpan:
 
 
 def _failures(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the failures that the launcher named, with what followed each."""
+    """Return the failures in the launcher's report, each with the job's reaction."""
     first = entry.get("first_failure")
     return [
         *([{**first, "followed": "the attempt ended"}] if first else []),
@@ -306,7 +306,7 @@ def _failures(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _history(path: Path, number: int) -> tuple[float | None, dict[str, TaskHistory]]:
-    """Return when an attempt began, and its tasks over time."""
+    """Return the start time of an attempt and the history of its tasks."""
     told = read_json(path / "logs" / f"attempt-{number}" / HISTORY_FILE)
     if told is None:
         return None, {}
@@ -324,7 +324,7 @@ def _history(path: Path, number: int) -> tuple[float | None, dict[str, TaskHisto
 
 
 def _unfinished(live: Mapping[str, Any], path: Path, *, is_going: bool) -> AttemptRecord:
-    """Return the attempt that runs, or whose launcher was killed: it is in no report."""
+    """Return an attempt that is running or was killed with its launcher (not in the report)."""
     number, begin, end = int(live["attempt"]), float(live["began_at"]), float(live["at"])
     _, history = _history(path, number)
     spans = tuple(
@@ -353,7 +353,7 @@ def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
     found = []
     for path in sorted(folder.glob("step-*")):
         match = _CHECKPOINT.fullmatch(path.name)
-        with contextlib.suppress(OSError):  # it is removed meanwhile
+        with contextlib.suppress(OSError):  # it may be deleted meanwhile
             files = [file.stat() for file in path.rglob("*") if file.is_file()]
             if match is not None and files:
                 found.append(

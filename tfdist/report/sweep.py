@@ -1,4 +1,4 @@
-"""A sweep: what its journal tells, as a section of the page."""
+"""Section of the page about a sweep, read from its journal."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class SweepRecord:
 
 
 def is_sweep(path: Path) -> bool:
-    """Return whether a sweep has written there."""
+    """Return whether the directory has the journal of a sweep."""
     return (path / JOURNAL).is_file()
 
 
 def read_sweep(path: Path) -> SweepRecord:
-    """Return the sweep of a directory; UsageError where it is damaged or has begun only."""
+    """Return the sweep of a directory, or raise UsageError if it is damaged or has no trials."""
     with reading(path):
         state = fold(read(path / JOURNAL))
     require(
@@ -71,9 +71,9 @@ def read_sweep(path: Path) -> SweepRecord:
 
 
 def runs_of_best(sweep: SweepRecord, *, most: int) -> list[Run]:
-    """Return the runs of the best trials, without those that are not there, or not whole.
+    """Return the runs of the best trials, except runs that are missing or damaged.
 
-    One that several trials of hyperband have done, each a part, is there once.
+    A run that several hyperband trials share is returned once.
     """
     runs, best = [], dict[str, Trial]()
     for trial in _ranked(sweep.state):
@@ -86,12 +86,12 @@ def runs_of_best(sweep: SweepRecord, *, most: int) -> list[Run]:
 
 
 def _ranked(state: SweepState) -> list[Trial]:
-    """Return all trials, the best first and those without a score last."""
+    """Return all trials, best first, trials without a score last."""
     return [*state.ranked(), *(trial for trial in state.trials.values() if trial.score is None)]
 
 
 def sweep_section(sweep: SweepRecord, index: int, link_of: Mapping[Path, str]) -> str:
-    """Return a sweep; trials whose runs are on the page are linked by their directories."""
+    """Return the section of a sweep, with links to the trials' runs on the page (`link_of`)."""
     state, best = sweep.state, sweep.state.ranked()[:1]
     known = [
         (number(best[0].score if best else None), f"best {state.begun['objective']}"),
@@ -114,9 +114,9 @@ def sweep_section(sweep: SweepRecord, index: int, link_of: Mapping[Path, str]) -
 def coordinates(
     state: SweepState, *, most: int
 ) -> tuple[list[Axis], list[tuple[float | None, ...]]]:
-    """Return the axes of parallel coordinates, and the height of each completed trial at them.
+    """Return the axes of parallel coordinates and the heights of each completed trial on them.
 
-    The trials are as ranked; the axes are those of `most` hyperparameters, and of the score.
+    Trials are ranked. The axes are at most `most` hyperparameters, and the score.
     """
     trials, objective = state.ranked(), state.begun["objective"]
     columns: dict[str, list[Any]] = {

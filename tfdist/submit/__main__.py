@@ -1,7 +1,7 @@
-"""``python -m tfdist.submit --to slurm|kubernetes ...``: a job for a scheduler.
+"""``python -m tfdist.submit --to slurm|kubernetes ...``: submit a job to a scheduler.
 
-Takes the launcher's flags and a few of its own, renders an sbatch script or manifests, and submits
-them, or prints them with ``--dry_run``. Exit code 2: nothing was submitted.
+Accepts the launcher's flags and a few of its own, and renders an sbatch script or manifests. It
+submits them, or prints them with ``--dry_run``. Exit code 2: nothing was submitted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DEADLINE_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program; return its exit code."""
+    """Run the program and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     return run_program("tfdist.submit", lambda: _run(words), is_report=True)
 
@@ -56,9 +56,9 @@ def _to_kubernetes(request: JobRequest) -> str:
 
 
 def _apply(manifests: str, job: str, *, namespace: str | None) -> str:
-    """Create the objects of a job, all or none; return the answer of kubectl.
+    """Create all objects of a job or none, and return kubectl's answer.
 
-    The server first checks them. A job of the same name would stay as it is, so it is an error.
+    The server first validates them. An existing job of this name is an error: it would not change.
     """
     kubectl = ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
     if found := _answer([*kubectl, "get", job, "--ignore-not-found", "--output=name"]).stdout:
@@ -66,7 +66,7 @@ def _apply(manifests: str, job: str, *, namespace: str | None) -> str:
         raise wrong("name", f"{found.strip()} is there", "an unused name", fix, "exists")
     _answer([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests)
     answer = _answer([*kubectl, "apply", "--filename=-"], manifests)
-    _warn(_lines(answer.stderr))  # for example about pods that the namespace will not admit
+    _warn(_lines(answer.stderr))  # such as pods that the namespace rejects
     return answer.stdout
 
 
@@ -76,7 +76,7 @@ def _warn(lines: Iterable[str]) -> None:
 
 
 def _answer(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a scheduler's command with a text as its input; raise its own error in one line."""
+    """Run a scheduler's command with a text as its input. Raise a one-line error if it fails."""
     try:
         answer = subprocess.run(
             argv, input=text, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S
@@ -89,7 +89,7 @@ def _answer(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[
         raise TfdistError(f"{argv[0]}: no answer within {_DEADLINE_S:.0f} s") from None
     if not answer.returncode:
         return answer
-    # The first line with an error says most.
+    # The first line with an error is the most useful.
     lines = _lines(answer.stderr or answer.stdout) or ["nothing"]
     line = next((line for line in lines if "error" in line.lower()), lines[-1])
     fix = "correct what it names"
@@ -100,7 +100,7 @@ def _answer(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a command, without lines of its log."""
+    """Return the output lines of a command, except its log lines."""
     lines = (line.strip() for line in text.splitlines())
     return [line for line in lines if line and not re.match(r"[EWIF]\d{4} ", line)]
 

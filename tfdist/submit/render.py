@@ -1,15 +1,15 @@
-"""Job requests rendered by the templates beside this file: a batch script or manifests. Pure.
+"""Render job requests with the templates beside this file: a batch script or manifests.
 
-Pods find each other by the rules of `tfdist.cluster.environment`: TFDIST_HOSTS names them.
+Pods find each other through TFDIST_HOSTS, as defined in `tfdist.cluster.environment`.
 
-* ``job``: an indexed Job and a headless Service. A pod that fails restarts alone; the other tasks
-  then exit, because they lost a peer, and restart too.
+* ``job``: an indexed Job and a headless Service. If a pod fails, only this pod restarts. The other
+  tasks lose their peer, exit and restart too.
 * ``jobset``: a JobSet with a Job for each role. Any failure restarts all Jobs together. Needs
-  JobSet 0.10 or newer, whose failure policy can tell failures by their message.
+  JobSet 0.10 or newer, because its failure policy can select failures by their message.
 * ``trainjob``: the same Jobs as the runtime of a TrainJob, for clusters with Kubeflow Trainer.
 
-TensorFlow's servers run any graph that a client sends. So a pod has no account of the cluster
-unless one is given, and a NetworkPolicy admits only pods of the job.
+TensorFlow's servers run any graph that a client sends. So pods get no service account by default,
+and a NetworkPolicy admits only pods of the job.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ KINDS = ("job", "jobset", "trainjob")
 INSTANCE = "app.kubernetes.io/instance"
 
 _TOGETHER = ("multiworker", "pipeline")
-_NAME = re.compile("[a-z]([a-z0-9-]{0,37}[a-z0-9])?")  # before role, number, random letters
+_NAME = re.compile("[a-z]([a-z0-9-]{0,37}[a-z0-9])?")  # role, number and random letters follow
 _INDEX = "batch.kubernetes.io/job-index"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """Role of the pods of one Job: its name, number of tasks and GPUs of each."""
+    """Role of the pods of one Job: its name, its number of tasks, and the GPUs of each task."""
 
     name: str
     count: int
@@ -50,7 +50,7 @@ class Role:
 
 
 def batch_script(request: JobRequest) -> str:
-    """Return the sbatch script; raise UsageError for a job that one step of srun cannot be."""
+    """Return the sbatch script, or raise UsageError for a job that does not fit one srun step."""
     tasks, nodes = request.num_tasks, request.flags.nodes or 0
     if request.strategy in _TOGETHER and request.launch.workers == 1:
         fix = "use --workers 2 or more, or leave --strategy out"
@@ -85,10 +85,10 @@ def batch_script(request: JobRequest) -> str:
 
 
 def manifests(request: JobRequest, *, kind: str) -> str:
-    """Return the manifests of the job's objects, in the order of their creation.
+    """Return the manifests of the job's objects in the order of creation.
 
     Raises:
-        UsageError: the job cannot be of this kind.
+        UsageError: The job does not fit this kind.
     """
     if request.flags.image is None:
         expected, fix = (
@@ -131,12 +131,12 @@ def notes(request: JobRequest) -> tuple[str, ...]:
 
 
 def escape_dollars(text: str) -> str:
-    """Escape a text for Kubernetes, which replaces $(NAME), and $$ by one dollar."""
+    """Escape a text for Kubernetes, which expands $(NAME) and replaces $$ by $."""
     return text.replace("$", "$$") if "$(" in text or "$$" in text else text
 
 
 def _require_like_pods(request: JobRequest) -> None:
-    """Raise UsageError for a job whose pods differ: an indexed Job has one template."""
+    """Raise UsageError if pods must differ: an indexed Job has one pod template."""
     if request.is_ps and request.flags.gpus:
         received = f"{request.flags.gpus} in a ps job"
         expected = "no --gpus: the ps and the chief would hold GPUs too"
@@ -156,7 +156,7 @@ def _roles(request: JobRequest) -> list[Role]:
 
 
 def _variables(request: JobRequest, *, kind: str) -> dict[str, str]:
-    """Return the variables of every pod, with the names of all pods in the order of the tasks."""
+    """Return the variables of every pod, including the names of all pods in task order."""
     made = request.variables()
     if request.has_several_tasks:
         name = request.name
@@ -172,7 +172,7 @@ def _variables(request: JobRequest, *, kind: str) -> dict[str, str]:
 
 
 def _annotations(request: JobRequest, *, kind: str) -> Mapping[str, str]:
-    """Return the annotation by which a controller tells each pod its number of restarts."""
+    """Return the annotations with a pod's restart counts, by the variables that read them."""
     made = {RESTARTS: "jobset.sigs.k8s.io/restart-attempt"}
     if kind == "job":
         made = {
@@ -183,23 +183,23 @@ def _annotations(request: JobRequest, *, kind: str) -> Mapping[str, str]:
 
 
 def _numbers(count: int) -> str:
-    """Return the numbers of pods as a node list has them."""
+    """Return the numbers of pods in the syntax of a node list."""
     return "0" if count == 1 else f"[0-{count - 1}]"
 
 
 def _clock(total_s: int) -> str:
-    """Return ``D-HH:MM:SS``; Slurm would read a number alone as minutes."""
+    """Return ``D-HH:MM:SS``. (Slurm would read a plain number as minutes.)"""
     days, rest = divmod(total_s, 86_400)
     return f"{days}-{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
 
 
 def _block(text: str, width: int) -> str:
-    """Indent the lines of a part of a document; the template ends the last line."""
+    """Indent the lines of a text. The template adds the last newline."""
     return textwrap.indent(text.strip("\n"), " " * width)
 
 
 def _yaml(value: Any) -> str:
-    """Return a value in YAML's flow style, with each text quoted."""
+    """Return a value in YAML's flow style with quoted strings."""
     if isinstance(value, str):
         return str(yaml.safe_dump(value, default_style='"', width=math.inf)).rstrip("\n")
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""Command lines of `tfdist.submit`, and the job that one asks for, whatever the scheduler.
+"""Command line of `tfdist.submit`, parsed to a job request for any scheduler.
 
-It has flags of its own, those of the launcher, which the launcher checks, and a program.
+It has its own flags, the launcher's flags (checked by the launcher), and a program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tfdist.launch import options as launcher
 from tfdist.launch.options import LaunchOptions
 
 SEVERAL = ("multiworker", "ps", "pipeline")
-"""The strategies of jobs of several tasks."""
+"""Strategies of jobs with several tasks."""
 
 _WORD = r"[^\s-]\S*", "one word"
 _FORMS = {
@@ -38,7 +38,7 @@ _FORMS = {
         "CLAIM=/PATH or /DIRECTORY=/PATH, and :ro to read only",
     ),
 }
-"""What the text of a flag is to be, as a pattern and in words."""
+"""Format of a flag's text, as a pattern and in words."""
 
 _ONLY = {
     "slurm": ("nodes", "partition", "account", "qos"),
@@ -46,12 +46,12 @@ _ONLY = {
         *("kind", "image", "namespace", "volume", "service_account", "image_pull_secret"),
     ),
 }
-"""The flags that one scheduler alone has."""
+"""Flags that only one scheduler has."""
 
 _LAUNCHER = {flag.name: flag for flag in launcher.FLAGS if flag.name != "env"}
 _SWITCHES = {name for name, flag in _LAUNCHER.items() if flag.read is None}
 
-# A cluster's tasks come at different times, and a place in it is lost for longer than a moment.
+# A scheduler starts tasks at different times, and replaces a lost node slowly.
 _DEFAULTS = {"startup_timeout_s": "300", "grace_s": "60", "max_restarts": "3"}
 _HELP = {
     "devices_per_worker": "devices of each worker (all that it sees)",
@@ -75,22 +75,22 @@ NOT_HERE: Mapping[str, str] = {
         "no hosts: the scheduler knows them, and each task finds itself",
     ),
 }
-"""Flags of the launcher that are refused here, and what is expected in their place."""
+"""Flags of the launcher that are rejected here, and what is expected instead."""
 
 _SLURM_ALONE = {"hang_timeout_s": "--time: a pod that is done does not end the others"}
 
-_SPARE_THREADS = 2  # beside one for each worker that may wait in an operation
+_SPARE_THREADS = 2  # besides a thread for each worker that may wait in an operation
 _VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SECRETS = {
     "slurm": ("/path/of/a/file", r"/[^\0\n]+"),
     "kubernetes": ("secret/key", r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]{1,253}"),
 }
-"""What a --secret refers to, in words and as a pattern."""
+"""Format of a --secret's reference, in words and as a pattern."""
 
 
 class Volume(NamedTuple):
-    """A claim, or a directory of the node where `source` begins with a slash, seen at `mount`."""
+    """A claim, or a node's directory if `source` starts with a slash, mounted at `mount`."""
 
     source: str
     mount: str
@@ -99,18 +99,18 @@ class Volume(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """A job to submit; `flags` has the values of all flags, None or [] where not given.
+    """A job to submit. `flags` has the values of all flags (None or [] if not given).
 
     Raises:
-        UsageError: values that no scheduler could take.
+        UsageError: A value is invalid for every scheduler.
     """
 
     flags: argparse.Namespace
     launch: LaunchOptions
-    """The launcher's flags, which the launcher has checked."""
+    """The launcher's flags, checked by the launcher."""
     env: Mapping[str, str]
     secrets: Mapping[str, str]
-    """From a variable to where its value is; never the value."""
+    """References to secret values by variable, but never the values."""
 
     def __post_init__(self) -> None:
         if self.launch.evaluator and not self.has_several_tasks:
@@ -126,7 +126,7 @@ class JobRequest:
 
     @property
     def name(self) -> str:
-        """Return the name that was given, or else that of the program."""
+        """Return the given name, or a name made from the program's name."""
         if self.flags.name:
             return str(self.flags.name)
         stem = self.launch.program.name.removesuffix(".py").rpartition(".")[2].lower()
@@ -134,7 +134,7 @@ class JobRequest:
 
     @property
     def strategy(self) -> str:
-        """Return the strategy; auto only in a job of one task, which decides by its devices."""
+        """Return the strategy. It is ``auto`` only for one task, which chooses by its devices."""
         if self.launch.strategy != "auto":
             return self.launch.strategy
         if self.launch.ps is not None:
@@ -153,13 +153,13 @@ class JobRequest:
 
     @property
     def run_dir(self) -> str:
-        """Return where the job writes: of a name by which one that is started again goes on."""
+        """Return the run directory. Its name is fixed, so that a restarted job can resume."""
         writable = [volume.mount.rstrip("/") for volume in self.volumes if not volume.read_only]
         return self.launch.run_dir or f"{(writable or ['runs'])[0]}/{self.name}"
 
     @property
     def memory_mib(self) -> int | None:
-        """Return the MiB of ``16G``, ``16Gi`` or ``512M`` for each task; None: not limited."""
+        """Return the MiB of ``16G``, ``16Gi`` or ``512M`` for each task, None without a limit."""
         if not (text := self.flags.memory):
             return None
         number = text.rstrip("MGTiB")
@@ -167,7 +167,7 @@ class JobRequest:
 
     @property
     def time_s(self) -> int | None:
-        """Return the limit in seconds, given as ``90m``, ``4h``, ``2d`` or ``[D-]HH:MM:SS``."""
+        """Return the time limit in seconds, given as ``90m``, ``4h``, ``2d``, ``[D-]HH:MM:SS``."""
         if not (text := self.flags.time):
             return None
         if text[-1] in _SECONDS:
@@ -178,7 +178,7 @@ class JobRequest:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the command of a task: Python, script or ``-m`` and module, and its flags."""
+        """Return the command of a task: Python, script or ``-m`` module, and its arguments."""
         return self.flags.python or "python", *self.launch.program.python_args
 
     @property
@@ -198,21 +198,21 @@ class JobRequest:
 
     @property
     def num_tasks(self) -> int:
-        """Return how many processes the job has, the chief of a ps job included."""
+        """Return the number of processes, including the chief of a ps job and an evaluator."""
         return self.is_ps + self.launch.workers + self.num_ps + self.launch.evaluator
 
     @property
     def grace_s(self) -> int:
-        """Return how many seconds before its end a task gets the signal to stop."""
+        """Return the seconds between a task's stop signal and its end."""
         return math.ceil(self.launch.grace_s)
 
     @property
     def title(self) -> str:
-        """Return the job in a few words."""
+        """Return a short description of the job."""
         return f"{self.name}: strategy {self.strategy}, tasks: {self.num_tasks}"
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of every task, without what only one scheduler needs."""
+        """Return the environment of every task, except variables for only one scheduler."""
         made = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
         if self.strategy != "auto":
             made["TFDIST_STRATEGY"] = self.strategy
@@ -222,20 +222,20 @@ class JobRequest:
             if variable != RUN_DIR and value not in (None, False):
                 made[variable] = _text(value)
         threads = self.launch.threads_per_task or self.flags.cpus
-        if threads:  # a container sees all CPUs of its node, whatever its share is
+        if threads:  # a container sees all CPUs of its node, not only its share
             made |= {"TF_NUM_INTRAOP_THREADS": f"{threads}", "OMP_NUM_THREADS": f"{threads}"}
         if self.is_ps:
-            # With fewer inter-op threads than workers that may wait, a ps job hangs.
+            # A ps job hangs if it has fewer inter-op threads than workers that may wait.
             inter_op = max(threads or 0, self.launch.workers + _SPARE_THREADS)
             made["TF_NUM_INTEROP_THREADS"] = f"{inter_op}"
         return {**made, **self.env}
 
 
 def parse(argv: Sequence[str]) -> JobRequest | None:
-    """Return the job of a command line, or None when it asks for the help text.
+    """Return the job of a command line, or None if it asks for the help text.
 
     Raises:
-        UsageError: an unknown flag, one without its value, or one that is not for this scheduler.
+        UsageError: A flag is unknown, has no value, or does not apply to this scheduler.
     """
     flags = {action.dest: action.dest not in _SWITCHES for action in _parser()._actions}
     words, program = launcher.split(argv, takes_value={**flags, "help": False})
@@ -265,7 +265,7 @@ def parse(argv: Sequence[str]) -> JobRequest | None:
 
 
 def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
-    """Return the names and values of a flag that is given as NAME=VALUE, and repeats."""
+    """Return the names and values of a repeated NAME=VALUE flag."""
     made: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -283,7 +283,7 @@ def help_text() -> str:
 
 
 def wrong(flag: str, received: str, expected: str, fix: str, code: str = "bad-value") -> UsageError:
-    """Return the error for the value of a flag."""
+    """Return the error for a flag's value."""
     return UsageError(f"--{flag}", received=received, expected=expected, fix=fix, code=code)
 
 
@@ -340,7 +340,7 @@ def _parser() -> Parser:
 def _launch_options(
     values: Mapping[str, str | None], program: Sequence[str], to: str
 ) -> LaunchOptions:
-    """Return the launcher's flags, checked by the launcher, with the defaults of a cluster."""
+    """Return the launcher's options with defaults for clusters, checked by the launcher."""
     refused = NOT_HERE if to == "slurm" else {**NOT_HERE, **_SLURM_ALONE}
     for name, expected in refused.items():
         if name in values:
@@ -348,7 +348,7 @@ def _launch_options(
     given = {**_DEFAULTS, **values}
     words = [f"--{name}" if text is None else f"--{name}={text}" for name, text in given.items()]
     options = launcher.parse([*words, *program])
-    assert options is not None  # --help has been answered
+    assert options is not None  # `parse` has handled --help
     return options
 
 
@@ -358,15 +358,15 @@ def _text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
-# Secrets: a job names where they are. Their values are in no flag, script or manifest.
+# Secrets: a job has only references. No flag, script or manifest has a secret's value.
 
 _FIX = "put the value where the scheduler keeps it, and name that: --secret NAME={form}"
 
 
 def _refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str) -> None:
-    """Refuse a value that looks like a secret in --env or the program's arguments.
+    """Reject values that look like secrets in --env or the program's arguments.
 
-    The message has the name of the flag or variable, and not the value.
+    The message has the name of the flag or variable, but not the value.
     """
     for name, value in env.items():
         if is_secret(name, value):
@@ -383,12 +383,12 @@ def _refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str)
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return whether `value`, given for `name`, looks like a secret itself."""
+    """Return whether `value` of the flag or variable `name` looks like a secret."""
     return bool(value) and (names_a_secret(name) or holds_a_secret(value))
 
 
 def _reference(text: str, pattern: str, form: str) -> tuple[str, str]:
-    """Split ``NAME=reference``; the message of the `UsageError` shows the name at most."""
+    """Split ``NAME=reference``. The error message shows at most the name."""
     name, equals, where = text.partition("=")
     if equals and re.fullmatch(_VARIABLE, name) and re.fullmatch(pattern, where):
         return name, where

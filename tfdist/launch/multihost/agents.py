@@ -1,7 +1,7 @@
 """Agents of a job: the launcher starts one on each other host, through a remote shell.
 
-`PipeAgent` is an agent behind a command such as ``ssh HOST``; `Hub` keeps one agent on each host,
-and starts it again if it is lost.
+`PipeAgent` is an agent behind a command such as ``ssh HOST``. `Hub` keeps one agent on each host
+and restarts lost agents.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SHELLS = {
         *("--nodelist={host}", "sh", "-c"),
     ),
 }
-"""Commands that run a shell's command line, the word after them, on a host."""
+"""Commands that run the following word as a shell command line on a host."""
 
 
 def shell_of(where: str, rsh: str | None) -> list[str]:
-    """Return the command of a remote shell: that of `where`, or the user's own."""
+    """Return the command of a remote shell: the user's own, or the default of `where`."""
     if rsh is None:
         return list(SHELLS[where])
     words = shlex.split(rsh)
@@ -63,13 +63,13 @@ _PROBLEMS = (
         "install Python and tfdist at the same path on {host} as here",
     ),
 )
-"""Lines of a remote shell that another try will not change, and what the user can do."""
+"""Output lines of a remote shell that make a retry useless, and the fix for each."""
 _HARMLESS = r"^@|^Warning: Permanently added"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CannotStart:
-    """No agent can be started on a host, and another try would not help."""
+    """No agent can be started on a host, and a retry would not help."""
 
     rank: int
     error: UsageError
@@ -85,7 +85,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """The loss of an agent that had joined."""
+    """The loss of a connected agent."""
 
     rank: int
     cause: str
@@ -95,15 +95,15 @@ News = CannotStart | MessageReceived | Lost
 
 
 class PipeAgent:
-    """An agent behind a remote shell: a child process, its pipes, and the lines that it prints.
+    """An agent behind a remote shell: a child process with its pipes and output lines.
 
     Args:
-      shell: the command of the remote shell, with ``{host}`` for the host.
-      first: the first message.
-      startup_timeout_s: Seconds that the agent may take to join.
-      show: shows a line of the host's tasks.
-      say: shows a line of the remote shell or of the agent itself.
-      may_read: returns whether there is room to show more lines.
+      shell: Command of the remote shell, with ``{host}`` for the host.
+      first: First message to the agent.
+      startup_timeout_s: Seconds to wait for the agent to connect.
+      show: Function that prints a line of the host's tasks.
+      say: Function that prints a line of the remote shell or of the agent itself.
+      may_read: Function that returns whether more lines can be printed.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class PipeAgent:
         self._host, self._show, self._say, self._may_read = host, show, say, may_read
         words = [word.replace("{host}", host.strip("[]")) for word in shell]
         command = "exec " + shlex.join(bootstrap_command("agent"))
-        # A process group of its own: Ctrl-C is for the launcher, which has all hosts save first.
+        # A separate process group: only the launcher gets Ctrl-C, and then lets all hosts save.
         self.child = subprocess.Popen(
             [*words, command],
             stdin=subprocess.PIPE,
@@ -145,7 +145,7 @@ class PipeAgent:
 
     @property
     def lost(self) -> str:
-        """Return why the agent is gone; empty while it is there."""
+        """Return why the agent was lost, or an empty text while it is connected."""
         return self._pipe.lost
 
     def filenos(self) -> Sequence[int]:
@@ -153,22 +153,22 @@ class PipeAgent:
         return self._pipe.fileno(), self._errors.fileno()
 
     def turn(self) -> None:
-        """Read and write."""
+        """Read and write without waiting."""
         self._read_lines()
         self._pipe.turn()
 
     def joined(self) -> None:
-        """From now on show the lines of its tasks, and expect heartbeats."""
+        """Mark the agent as connected: from now on show its tasks' lines and expect heartbeats."""
         self._has_joined = True
         self._pipe.timeout_s = SILENT_S
 
     def close(self) -> tuple[str, str]:
-        """End the connection. Return why the agent ended, and a fix if another try is useless."""
+        """Close the connection. Return why the agent ended, and a fix if a retry is useless."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(_EXIT_S)  # it has ended, or it is silent
+            self.child.wait(_EXIT_S)  # it has exited, or it does not respond
         self._read_lines()
         code = self.child.poll()
-        self.child.kill()  # its end closes the standard input of the agent
+        self.child.kill()  # its exit closes the agent's standard input
         self.child.wait()
         for file in (self.child.stdin, self.child.stdout, self._errors):
             with contextlib.suppress(OSError):
@@ -193,7 +193,7 @@ class PipeAgent:
                     self._take_line(line.removesuffix(b"\r"))
 
     def _take_line(self, line: bytes) -> None:
-        """Show a line of a task as it is, and one of the shell or the agent with the host."""
+        """Show a task's line unchanged, and a line of the shell or agent with the host's name."""
         if self._has_joined and line.startswith(b"[") and not line.startswith(b"[launch] "):
             self._show(line)
             return
@@ -209,13 +209,13 @@ def _fixes(line: str) -> list[str]:
 
 
 class Hub:
-    """The agents of a job by rank, from 1 on. `turn` does not wait.
+    """The agents of a job by rank, starting at 1. `turn` does not block.
 
     Args:
-      hosts: the name of each agent's host.
-      start: starts the agent of a rank.
-      terms: what each agent must have in common with this host.
-      say: shows a line of the launcher's own.
+      hosts: Host name of each agent.
+      start: Function that starts the agent of a rank.
+      terms: Versions, digests and variables that must be equal on each agent and this host.
+      say: Function that prints a line of the launcher itself.
     """
 
     def __init__(
@@ -241,17 +241,17 @@ class Hub:
         self._next_s = 0.0
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when there is something to do."""
+        """Return a descriptor that is readable when an agent has sent data."""
         return self._selector.fileno()
 
     @property
     def present(self) -> frozenset[int]:
-        """Return the ranks of the agents that have joined."""
+        """Return the ranks of the connected agents."""
         return frozenset(self._addresses)
 
     @property
     def turned_away(self) -> tuple[str, ...]:
-        """Return why the agents that are not there are not."""
+        """Return why the missing agents are not connected."""
         return tuple(
             f"{self._hosts[rank]}: {why}"
             for rank, why in sorted(self._why.items())
@@ -259,16 +259,16 @@ class Hub:
         )
 
     def address_of(self, rank: int) -> str:
-        """Return the address of a host whose agent has joined."""
+        """Return the address of a host with a connected agent."""
         return self._addresses[rank]
 
     @property
     def next_s(self) -> float:
-        """Return when `turn` is to be called at the latest."""
+        """Return the latest time for the next call of `turn`."""
         return self._next_s
 
     def turn(self) -> None:
-        """Start agents, read, write, and drop those that are gone."""
+        """Start agents, read, write, and remove lost agents."""
         now_s = self._clock()
         self._next_s = now_s + LOOK_EVERY_S
         for rank in [rank for rank, at_s in self._again.items() if now_s >= at_s]:
@@ -288,17 +288,17 @@ class Hub:
                 self._drop(rank)
 
     def take_news(self) -> list[News]:
-        """Return what has happened since the last call."""
+        """Return the news since the last call."""
         news, self._news = self._news, []
         return news
 
     def send(self, rank: int, message: Message) -> None:
-        """Send a message to an agent; do nothing if it is gone."""
+        """Send a message to an agent. Do nothing if it is not connected."""
         if rank in self._addresses:
             self._agents[rank].send(message)
 
     def end(self, message: Message, *, within_s: float = 0.0) -> None:
-        """Send a last message to all agents, wait until they have ended, and close everything."""
+        """Send a last message to all agents, wait for their exit, and close all connections."""
         for agent in self._agents.values():
             agent.send(message)
         deadline_s = self._clock() + within_s + _GOODBYE_S

@@ -1,4 +1,4 @@
-"""Versions and variables that all hosts of a job share; secrets in their command lines."""
+"""Versions and variables that all hosts of a job share, and masking of secrets in arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfdist.cluster.settings import may_hold_a_secret, may_name_a_secret
 
 _MATTERS = re.compile(r"(TF|TF2|KERAS|XLA|TFDIST)_")
 _OWN = re.compile(r"TF_CONFIG|TF_CPP_|TF_NUM_|TF_GPU_|TFDIST_(NODE_RANK|LOCAL_RANK|JOB|RESTARTS)")
-"""Variables that may well differ from host to host."""
+"""Variables that may differ between hosts."""
 _PASSED = re.compile(
     r"(TF|TF2|KERAS|XLA|TFDIST|NCCL|GRPC|OMP)_.*|PYTHON.*|LD_LIBRARY_PATH|LANG|LC_ALL"
 )
@@ -19,7 +19,7 @@ _NOT_PASSED = re.compile(r"TF_CONFIG|TFDIST_(NODE_RANK|LOCAL_RANK|JOB|HOSTS)")
 
 
 def versions() -> dict[str, str]:
-    """Return those of Python, tfdist and what it computes with, as installed."""
+    """Return the installed versions of Python, tfdist, TensorFlow, Keras and NumPy."""
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         **{name: _version(name) for name in ("tfdist", "tensorflow", "keras", "numpy")},
@@ -27,7 +27,7 @@ def versions() -> dict[str, str]:
 
 
 def digest(path: str) -> str:
-    """Return a few characters that are the same for files of the same text."""
+    """Return a short digest of a file's content."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
@@ -36,14 +36,14 @@ def digest(path: str) -> str:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change what is computed."""
+    """Return the variables that affect results."""
     return {n: v for n, v in environ.items() if _MATTERS.match(n) and not _OWN.match(n)}
 
 
 def passed_variables(environ: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Return the variables that an agent gets: those of `names`, and those that tasks read.
+    """Return the variables to send to an agent: the given `names`, and variables that tasks read.
 
-    CUDA_VISIBLE_DEVICES is each host's own, unless it hides all GPUs.
+    CUDA_VISIBLE_DEVICES is sent only if it hides all GPUs. Otherwise each host uses its own.
     """
     return {
         name: value
@@ -55,7 +55,7 @@ def passed_variables(environ: Mapping[str, str], names: Sequence[str]) -> dict[s
 
 
 def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version  # 20 ms of a launcher's start
+    from importlib.metadata import PackageNotFoundError, version  # 20 ms of the launcher's start
 
     try:
         return version(name)
@@ -68,7 +68,7 @@ _MAX_CHARS = 120
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Return ``name X there, Y here`` for the first things in which another host differs."""
+    """Return ``name X there, Y here`` for the first differences to another host."""
     found = [
         f"{name} {_shown(theirs.get(name))} there, {_shown(ours.get(name))} here"
         for name in {**ours, **theirs}
@@ -79,7 +79,7 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 def without_secrets(args: Sequence[str]) -> list[str]:
-    """Return a program's arguments with a mark in place of each that is, or may be, a secret."""
+    """Return a program's arguments with each secret, or possible secret, replaced by a mark."""
     result: list[str] = []
     before = ""
     for arg in args:
@@ -98,18 +98,18 @@ def without_secrets(args: Sequence[str]) -> list[str]:
 
 _SECRET = "<secret>"
 _FLAG = re.compile(r"-*[\w.-]+")
-_PASSWORD_AFTER_P = re.compile(r"-p(?=.*[^A-Za-z_-])[^=]+$")  # -pX of mysql, not a word: -params
+_PASSWORD_AFTER_P = re.compile(r"-p(?=.*[^A-Za-z_-])[^=]+$")  # -pX of mysql, but not -params
 _USER_FLAGS = ("-u", "--user", "--proxy-user", "--userpwd")
 
 
 def _names_next(arg: str) -> bool:
-    """Return whether the next argument is a secret by this one: ``--pw``, ``Authorization:``."""
+    """Return whether an argument precedes a secret, as ``--pw`` and ``Authorization:`` do."""
     is_name = ("=" not in arg and arg.startswith("-")) or arg.endswith(":")
     return (is_name and may_name_a_secret(arg.rstrip(":"))) or arg.lower() == "bearer"
 
 
 def _is_user(flag: str, value: str) -> bool:
-    """Return whether a value is ``user:password``, as curl takes it."""
+    """Return whether a value is ``user:password`` for a flag of curl."""
     return flag in _USER_FLAGS and ":" in value
 
 

@@ -1,7 +1,7 @@
-"""Hosts of a job: their list, and the tasks of each.
+"""Hosts of a job: their list, and the tasks of each host.
 
-Pure, but for the name and the addresses of this machine. Host 0 is the launcher's own; each other
-host has an agent. If the launcher's host is not in the list, host 0 has no tasks.
+Host 0 is the launcher's host. Each other host has an agent. If the launcher's host is not in the
+list, host 0 has no tasks. I/O: name resolution, digests of files, and reservations in Ray.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tfdist.launch.plan import JobDescription
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
 
-_ANY_PORT = 9  # nothing is sent to it
+_ANY_PORT = 9  # no data is sent to it
 LAUNCHER = "launcher"
 """Name of host 0 if it has no tasks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The hosts of a job by rank, how many tasks each has, and which of them this is.
+    """Hosts of a job by rank, the number of tasks of each, and the rank of this host.
 
-    An evaluator is not counted in `slots`: it is one task more, on the chief's host. Nor is the
-    task of a job of one process, which needs no address.
+    `slots` does not count the evaluator, an extra task on the chief's host. It does not count the
+    task of a job of one process either, because that task needs no address.
     """
 
     hosts: tuple[str, ...]
@@ -47,7 +47,7 @@ class Group:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Return the hosts but this one."""
+        """Return the other hosts of the job."""
         return self.hosts[: self.rank] + self.hosts[self.rank + 1 :]
 
     @property
@@ -56,11 +56,11 @@ class Group:
         return next((rank for rank, count in enumerate(self.slots) if count), 0)
 
     def num_tasks(self, rank: int) -> int:
-        """Return how many tasks with an address a host has."""
+        """Return how many tasks of a host have an address."""
         return self.slots[rank] + (self.has_evaluator and rank == self.chief_rank)
 
     def tasks(self, ranks: Sequence[int]) -> dict[int, tuple[Task, ...]]:
-        """Return the tasks of each of the hosts `ranks`, numbered host after host.
+        """Return the tasks of each host in `ranks`, numbered host by host.
 
         Under ps the chief is on the first host and the ps are on the last.
         """
@@ -76,7 +76,7 @@ class Group:
         return tasks
 
     def cluster(self, at: Mapping[int, Sequence[str]]) -> ClusterSpec:
-        """Return the cluster of the hosts of which `at` has the addresses of the tasks."""
+        """Return the cluster of the hosts in `at`, which has the addresses of their tasks."""
         if not any(self.slots):
             return ClusterSpec()
         tasks = self.tasks(sorted(at))
@@ -89,9 +89,9 @@ class Group:
         )
 
     def stand_in_cluster(self, ports: Sequence[int] | None = None) -> ClusterSpec:
-        """Return the cluster with ports in a row, as the hosts have not chosen theirs yet.
+        """Return the cluster with preliminary ports, before the hosts choose their ports.
 
-        They are the first ones of `ports` on each host, where these are given.
+        Each host uses the first of `ports`. Without `ports`, the ports are consecutive.
         """
         row = itertools.count(DEFAULT_PORT + 1)
         at = {
@@ -109,9 +109,9 @@ class HostPart:
     """One host's part of a job.
 
     Attributes:
-      own: the address of this host.
-      terms: what must be the same on all hosts.
-      ports: of its tasks.
+      own: Address of this host.
+      terms: Versions, digests and variables that must be equal on all hosts.
+      ports: Ports of its tasks.
     """
 
     job: JobDescription
@@ -126,13 +126,13 @@ class HostPart:
 def decided_group(
     options: LaunchOptions, environ: Mapping[str, str]
 ) -> tuple[LaunchOptions, Group | None]:
-    """Return the options with the numbers that follow from the hosts, and the hosts.
+    """Return the options completed with the number of workers, and the group of hosts.
 
-    They are those of --hosts, or the nodes of a Slurm allocation or a Ray cluster. The group is
-    None for a job on this machine.
+    The hosts are listed in --hosts, or are the nodes of a Slurm allocation or a Ray cluster. The
+    group is None for a job on this machine.
 
     Raises:
-        UsageError: the numbers do not fit, or there is no allocation.
+        UsageError: The numbers of tasks and hosts do not fit, or there is no allocation.
     """
     on = options.where
     if options.hosts is not None:
@@ -175,7 +175,7 @@ def decided_group(
     )
     if not is_here:
         hosts, slots = (LAUNCHER, *hosts), (0, *slots)
-    if options.strategy == "auto":  # one task, on another host
+    if options.strategy == "auto":  # one task on another host
         options = dataclasses.replace(options, strategy="multiworker")
     group = Group(
         hosts=hosts,
@@ -188,9 +188,9 @@ def decided_group(
 
 
 def group_alone(options: LaunchOptions, strategy: str) -> Group:
-    """Return the group of a job on this machine alone.
+    """Return the group of a job that runs only on this machine.
 
-    A ps job has a chief, which is not counted among the workers.
+    A ps job also has a chief, which does not count as a worker.
     """
     num_ps = options.num_ps if strategy == "ps" else 0
     tasks = 0 if strategy in ("single", "mirrored") else options.workers + num_ps + bool(num_ps)
@@ -204,7 +204,7 @@ def group_alone(options: LaunchOptions, strategy: str) -> Group:
 
 
 def terms(environ: Mapping[str, str], *, program: Program, program_file: str) -> dict[str, str]:
-    """Return what must be the same on all hosts of the job, as found on this one."""
+    """Return this host's versions, digests and variables that must be equal on all hosts."""
     return {
         **agreement.versions(),
         f"the text of {program.name}": agreement.digest(program_file),
@@ -214,7 +214,7 @@ def terms(environ: Mapping[str, str], *, program: Program, program_file: str) ->
 
 
 def _config_files(args: Sequence[str]) -> list[str]:
-    """Return the config files that a program is given, by ``--config=F`` or ``--config F``."""
+    """Return the config files in a program's arguments, ``--config=F`` or ``--config F``."""
     following = itertools.zip_longest(args, args[1:], fillvalue="")
     return [
         (text if equals else after).partition(":")[0]
@@ -225,7 +225,7 @@ def _config_files(args: Sequence[str]) -> list[str]:
 
 
 def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
-    """Return the options with the workers that a list of `total` slots leaves."""
+    """Return the options with the number of workers of a host list with `total` slots."""
     strategy = options.strategy
     if strategy == "auto":
         strategy = "ps" if options.ps is not None else "multiworker" if total > 1 else "auto"
@@ -242,7 +242,7 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
 
 
 def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
-    """Return how many tasks each of the hosts of a scheduler has."""
+    """Return the number of tasks for each host of a scheduler."""
     require(
         options.strategy not in ("single", "mirrored"),
         "--strategy",
@@ -283,7 +283,7 @@ def slurm_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
-    """Raise UsageError in one of several launchers that srun has started."""
+    """Raise UsageError if srun has started this launcher in several tasks of a step."""
     if settings.text(environ, settings.CLUSTER) not in ("", "auto", "slurm"):
         return
     count = environment.num_slurm_tasks(environ)
@@ -299,25 +299,25 @@ def _refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
 
 
 def is_this_host(host: str, environ: Mapping[str, str]) -> bool:
-    """Return whether a name or an address is of this machine."""
+    """Return whether a name or an address belongs to this machine."""
     names = (socket.gethostname(), environ.get("SLURMD_NODENAME", ""))
     if any(placement.same_host(host, name) for name in names if name):
         return True
     try:
         _, (address, _) = resolve(host)
-    except OSError:  # such as a name of ~/.ssh/config
+    except OSError:  # for example an alias in ~/.ssh/config
         address = host
     return is_loopback(address) or is_own_address(address)
 
 
 def own_address(host: str, *, other: str) -> str:
-    """Return the address of this machine, which the list of hosts calls `host`.
+    """Return the address of this machine, which is `host` in the list of hosts.
 
-    Where the name leads to loopback, as it does on its own machine under Debian, it is the
-    address from which `other` is reached.
+    If the name resolves to loopback (Debian's default on the machine itself), return the local
+    address of the route to `other`.
 
     Raises:
-        UsageError: `host` is no address of this machine.
+        UsageError: `host` does not resolve to an address of this machine.
     """
     try:
         _, (address, _) = resolve(host)
@@ -339,14 +339,14 @@ def own_address(host: str, *, other: str) -> str:
 
 
 def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return family and address of a host, of IPv4 if it has both; raise OSError."""
+    """Return family and address of a host, preferring IPv4, or raise OSError."""
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     return family, (str(address[0]), int(address[1]))
 
 
 def is_own_address(host: str) -> bool:
-    """Return whether `host` is an address of this machine, no name and no loopback."""
+    """Return whether `host` is a non-loopback IP address of this machine."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
         if address.is_loopback or address.is_unspecified:
@@ -360,7 +360,7 @@ def is_own_address(host: str) -> bool:
 
 
 def _address_towards(other: str) -> str | None:
-    """Return the address of this machine on the way to `other`; None if that is loopback too."""
+    """Return the local address of the route to `other`, None if `other` is on loopback."""
     try:
         family, (address, _) = resolve(other, _ANY_PORT)
         if ipaddress.ip_address(address).is_loopback:

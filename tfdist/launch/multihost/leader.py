@@ -1,7 +1,7 @@
 """Host 0's view of a job on several hosts: the other hosts and their tasks.
 
-The supervisor decides about all tasks here. The agents of the other hosts do what is decided, and
-report what happens (`tfdist.launch.multihost.node`).
+Here the supervisor decides about all tasks. The agents of the other hosts execute its decisions and
+report events (`tfdist.launch.multihost.node`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tfdist.launch.multihost.agents import CannotStart, Hub, Lost, MessageReceiv
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.plan import Attempt
 
-_ANNOUNCE_S = 5.0  # before it is announced who is being waited for
+_ANNOUNCE_S = 5.0  # before the launcher logs the missing hosts
 
 
 class Team:
-    """The hosts of a job, as host 0 sees them; from `begin` to `finish`, the processes on all."""
+    """The hosts of a job, seen from host 0, with all processes between `begin` and `finish`."""
 
     def __init__(
         self,
@@ -48,30 +48,30 @@ class Team:
         self._options, self._strategy = part.job.options, part.job.strategy
         self._screen, self._local = part.screen, part.processes
         self._clock = clock
-        self._ports: dict[int, list[int]] = {}  # of each host that is ready for an attempt
+        self._ports: dict[int, list[int]] = {}  # by rank, of hosts that are ready for an attempt
         self._others = tuple(range(1, len(part.group.hosts)))
-        self._error: UsageError | None = None  # why no agent can be started on a host
+        self._error: UsageError | None = None  # the reason why an agent cannot start
         self._began = False
         self.host_of: dict[Task, int] = {}
-        """The rank of the host of each task of this attempt, in the order of their start."""
+        """Rank of the host of each task of this attempt, in the order of their start."""
         self._events: list[Event] = []
         self._alive: dict[Task, int] = {}
         self._lost: dict[int, str] = {}
         self._states: dict[Task, str | None] = {}
-        self._full: dict[int, bool] = {}  # whether tasks wait, as nobody reads a host's output
+        self._full: dict[int, bool] = {}  # whether a host's output is blocked
         self._stopping_ranks: set[int] = set()
         self._local.watch(hub.fileno())
 
     def name(self, rank: int) -> str:
-        """Return the host of a rank as the user wrote it."""
+        """Return the name of a host in the user's spelling."""
         return self._group.hosts[rank]
 
     def gather(self) -> int | None:
-        """Wait until all hosts are ready; return the signal that asks to stop meanwhile.
+        """Wait until all hosts are ready. Return the signal of a stop request meanwhile, or None.
 
         Raises:
-            StartupTimeout: too few have come in time; the message names the others.
-            UsageError: one of them differs from this one, or no agent can be started there.
+            StartupTimeout: Too few hosts are ready in time. The message names the missing hosts.
+            UsageError: A host has other versions or variables, or no agent can start there.
         """
         began_s, is_announced = self._clock(), False
         limit_s = self._options.startup_timeout_s
@@ -92,7 +92,7 @@ class Team:
         return None
 
     def roll_call(self) -> str:
-        """Return which hosts are there, at which addresses, and their common versions."""
+        """Return a line with the connected hosts, their addresses and their common versions."""
         terms = self._part.terms
         at = {0: self._part.own} if self._group.num_tasks(0) else {}
         at |= {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
@@ -102,7 +102,7 @@ class Team:
         )
 
     def begin(self, *, attempt: int, restarts: int) -> None:
-        """Begin an attempt, on all hosts that are ready; `host_of` has its tasks."""
+        """Begin an attempt on all ready hosts and set `host_of`."""
         self._began = True
         self._alive.clear()
         self._lost.clear()
@@ -137,13 +137,13 @@ class Team:
             self._ports[rank] = [int(port) for port in ports]
 
     def end(self, exit_code: int) -> None:
-        """Tell all agents that the job is over, and wait until they have ended."""
+        """Tell all agents the exit code of the job, and wait for their exit."""
         self._local.unwatch(self.hub.fileno())
         within_s = self._options.grace_s if self._began else 0.0
         self.hub.end({"end": exit_code}, within_s=within_s)
 
     def _do_without(self, missing: Sequence[int]) -> None:
-        """Go on with the hosts that are there, where that was asked for; else give up."""
+        """Continue with the ready hosts if --min_workers allows it, else raise StartupTimeout."""
         listed = len(self._others) + bool(self._group.num_tasks(0))
         fewest = self._options.min_workers
         workers = sum(self._group.slots) - sum(self._group.slots[rank] for rank in missing)
@@ -168,7 +168,7 @@ class Team:
     # An attempt.
 
     def perform(self, action: TaskAction) -> Ended | None:
-        """Have it done on the task's host, a failure shown on all; as `JobProcesses.perform`."""
+        """Perform an action on the task's host like `JobProcesses`. Show a failure on all hosts."""
         if isinstance(action, ShowFailure):
             for rank in self.hub.present:
                 self.hub.send(rank, encode_action(action))
@@ -185,23 +185,23 @@ class Team:
         return None
 
     def can_start(self, task: Task) -> bool:
-        """Return whether the host of a task has been there all the time."""
+        """Return whether the task's host has been connected during the whole attempt."""
         rank = self.host_of[task]
         return not rank or (rank in self.hub.present and rank not in self._lost)
 
     def state_of(self, task: Task) -> str | None:
-        """Return the state of a task's process, as its host last reported it."""
+        """Return the state of a task's process in its host's last report."""
         if not self.host_of[task]:
             return self._local.state_of(task)
         return self._states.get(task, "S")
 
     @property
     def is_held_up(self) -> bool:
-        """Return whether tasks wait for their launcher, as nobody reads what they print."""
+        """Return whether tasks wait because the launcher's or a host's output is blocked."""
         return self._screen.out.is_full or any(map(self._full.get, self._alive.values()))
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
-        """Return what has happened, after `timeout_s` at the latest."""
+        """Return the events since the last call, after at most `timeout_s` seconds."""
         self._turn()
         if self._others:
             left_s = max(0.0, self.hub.next_s - self._clock())
@@ -212,7 +212,7 @@ class Team:
         return [*came, *(event for event in events if self._counts(event, rank=0))]
 
     def finish(self) -> None:
-        """End what the tasks have left behind, on all hosts."""
+        """Clean up after the tasks on all hosts."""
         for rank in self.hub.present:
             self.hub.send(rank, {"finish": True})
         self._local.finish()
@@ -241,7 +241,7 @@ class Team:
         self._events.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
 
     def _receive(self, rank: int, message: Message) -> None:
-        """Take a message; what makes no sense is left out, as it has no meaning for the job."""
+        """Process a message of an agent. Ignore malformed messages."""
         try:
             if "event" in message:
                 self._event(rank, message)
@@ -272,9 +272,9 @@ class Team:
         self._events.append(event)
 
     def _counts(self, event: Event, *, rank: int) -> bool:
-        """Return whether a stop request counts: the first of those that several hosts get at once.
+        """Return whether a stop request counts. If several hosts get one, only the first counts.
 
-        A second one from the same host is meant to kill.
+        A second request on the same host counts, because it means to kill the job.
         """
         if not isinstance(event, StopRequest):
             return True

@@ -1,4 +1,4 @@
-"""Part of an agent that starts and ends the tasks of its host on request, and reports events."""
+"""Agent's main loop: starts and stops tasks of its host on request, and reports events."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GIVE_UP_S = 10.0
 
 
 class Node:
-    """The part of a host with an agent; `run` returns the exit code of the whole job."""
+    """A host with an agent. `run` returns the exit code of the whole job."""
 
     def __init__(self, part: HostPart, pipe: Pipe) -> None:
         self._job, self._group = part.job, part.group
@@ -46,13 +46,13 @@ class Node:
         self._clock = time.monotonic
         self._is_in_attempt = False
         self._cause = ""
-        """Why none of the tasks of the attempt can be started, where that is so."""
+        """Reason why the attempt's tasks cannot start, or an empty text."""
         self._states_sent_s = -math.inf
         self._stacks: dict[Task, tuple[str, ...]] = {}
-        """What was sent of the output of each task whose stacks were asked for."""
+        """Output lines sent so far, by task with requested stacks."""
 
     def run(self) -> int:
-        """Do what the launcher says, until it ends the job or is gone; end all tasks then."""
+        """Execute the launcher's messages until it ends the job or disconnects, then end tasks."""
         self._processes.watch(self._pipe.fileno(), self._turn)
         try:
             self._pipe.send({"hello": self._own, "terms": dict(self._terms)})
@@ -67,7 +67,7 @@ class Node:
             self._end_attempt(is_last=True)
 
     def _serve(self) -> int | None:
-        """Report what has happened and do what the launcher says; return the job's exit code."""
+        """Report events and execute messages. Return the job's exit code if the job has ended."""
         for event in self._processes.wait(LOOK_EVERY_S):
             self._tell(event)
         self._pipe.turn()
@@ -86,7 +86,7 @@ class Node:
 
     def _turn(self) -> None:
         self._pipe.turn()
-        if self._pipe.lost:  # it can be read for ever
+        if self._pipe.lost:  # select would report the closed pipe forever
             self._processes.unwatch(self._pipe.fileno())
 
     def _tell(self, event: Event) -> None:
@@ -94,7 +94,7 @@ class Node:
         self._pipe.send({**encode_event(event, now_s=self._clock()), "lines": lines})
 
     def _report(self) -> None:
-        """Tell the stacks that were asked for as they come, and once a second the tasks' states."""
+        """Send new lines of requested stacks, and once a second the states of the tasks."""
         for task, sent in self._stacks.items():
             if (lines := self._screen.last_lines(task)) != sent:
                 self._stacks[task] = lines
@@ -117,7 +117,7 @@ class Node:
                 pass
 
     def _perform(self, action: TaskAction) -> Ended | None:
-        """Do something with a task; return its end where it cannot be started."""
+        """Perform an action on a task and return the task's end if the task cannot start."""
         if isinstance(action, ShowFailure):
             self._screen.mute_others(action.task)  # the launcher shows the failure
         elif isinstance(action, Start) and self._cause:
@@ -128,7 +128,7 @@ class Node:
         return self._processes.perform(action)
 
     def _begin(self, attempt: Attempt) -> None:
-        """Plan this host's tasks of an attempt, as the whole cluster is known now."""
+        """Plan this host's tasks of an attempt, with the addresses of the whole cluster."""
         self._cause = ""
         if not attempt.logs.is_dir():
             self._cause = (
@@ -149,7 +149,7 @@ class Node:
         self._pipe.send({"ready": [port.port for port in self._ports.renewed()]})
 
     def _end_attempt(self, *, is_last: bool = False) -> None:
-        """End what still runs: the launcher is gone, or done with it."""
+        """Stop the running tasks, after the launcher disconnected or ended the attempt."""
         if not self._is_in_attempt:
             return
         self._is_in_attempt = False

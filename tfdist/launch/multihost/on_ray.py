@@ -1,8 +1,8 @@
 """Agents on the nodes of a Ray cluster: the remote shell of ``--on ray``.
 
-`reserve` has a process that holds a place for each agent, on a node of its own. A relay is started
-in the place of ``ssh HOST``: its actor runs the agent in such a place, and the relay passes on what
-comes over the pipes. The launcher itself does not import Ray.
+`reserve` starts a process that holds a placement group with one bundle for each agent's node. A
+relay process replaces ``ssh HOST``. Its actor runs the agent in a bundle, and the relay copies the
+pipes' data. The launcher itself does not import Ray.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MODULE = "multihost.on_ray"
 _READ_BYTES = 1 << 16
 _TURN_S, _CONNECT_S = 0.5, 10.0
 _EXIT_LOST = 75
-_HOLDERS: list[subprocess.Popen[str]] = []  # each ends with this process
+_HOLDERS: list[subprocess.Popen[str]] = []  # they exit with this process
 
 
 def reserve(num_tasks: int, *, within_s: float) -> tuple[str, tuple[int, ...]]:
-    """Hold places for tasks, 0: one on each node; return the places' name and the nodes' tasks.
+    """Reserve CPUs for tasks (0: one per node). Return the group's name and the tasks of each node.
 
     Raises:
-        UsageError: there is no Ray here, or no cluster.
-        StartupTimeout: the cluster has no room in time.
+        UsageError: Ray is not installed, or there is no cluster.
+        StartupTimeout: The cluster has no room in time.
     """
     name = f"tfdist-{os.getpid()}"
     words = bootstrap_command(MODULE, "hold", name, str(num_tasks), str(within_s))
@@ -60,12 +60,12 @@ def reserve(num_tasks: int, *, within_s: float) -> tuple[str, tuple[int, ...]]:
 
 
 def shell(name: str) -> list[str]:
-    """Return the command of a relay, as that of another remote shell."""
+    """Return the command of a relay, which replaces the remote shell's command."""
     return [*bootstrap_command(MODULE, "relay", name), "{host}"]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Hold places, or relay an agent's pipes; run by `bootstrap.py`."""
+    """Hold the placement group, or relay an agent's pipes. `bootstrap.py` calls it."""
     kind, name, *rest = argv
     if kind == "hold":
         _hold(name, int(rest[0]), float(rest[1]))
@@ -78,10 +78,10 @@ def _ray() -> Any:
 
     address = os.environ.get("RAY_ADDRESS", "auto")
     host, _, port = address.rpartition(":")
-    if port.isdecimal() and "/" not in host:  # Ray tries for minutes
+    if port.isdecimal() and "/" not in host:  # Ray itself retries for minutes
         socket.create_connection((host, int(port)), _CONNECT_S).close()
     ray.init(address=address, namespace="tfdist", log_to_driver=False, logging_level="ERROR")
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no node needs to find it
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # nodes may lack this module
     return ray
 
 
@@ -89,7 +89,7 @@ def _hold(name: str, num_tasks: int, within_s: float) -> None:
     try:
         ray = _ray()
         from ray.util import placement_group
-    except Exception as error:  # Ray has many
+    except Exception as error:  # Ray raises many types
         print(json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0]}), flush=True)
         return
     able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -99,14 +99,14 @@ def _hold(name: str, num_tasks: int, within_s: float) -> None:
     places = placement_group([{"CPU": n} for n in slots], strategy="STRICT_SPREAD", name=name)
     is_ready = places.wait(within_s)
     print(json.dumps({"slots": slots} if is_ready else {"waited": within_s}), flush=True)
-    sys.stdin.read()  # until the launcher has ended
+    sys.stdin.read()  # until the launcher exits
 
 
 class Runner:
-    """Actor that runs an agent, and has its pipes."""
+    """Ray actor that runs an agent and reads and writes its pipes."""
 
     def __init__(self, command: str, address: str) -> None:
-        # Ray hides the GPUs of a node from actors that ask for none.
+        # Ray hides the node's GPUs from actors that request none.
         env = {n: v for n, v in os.environ.items() if n != "CUDA_VISIBLE_DEVICES" or v}
         self._child = subprocess.Popen(
             ["sh", "-c", f"{command} {address}"],
@@ -119,7 +119,7 @@ class Runner:
         )
 
     def write(self, data: bytes) -> None:
-        """Pass on what the launcher sends; nothing is its end."""
+        """Write the launcher's data to the agent. Empty data closes the agent's input."""
         assert self._child.stdin is not None
         if data:
             self._child.stdin.write(data)
@@ -127,7 +127,7 @@ class Runner:
             self._child.stdin.close()
 
     def read(self, within_s: float) -> tuple[bytes, bytes, int | None]:
-        """Return what the agent has written to both outputs, and its exit code at the end."""
+        """Return the agent's new output and error output, and its exit code after its exit."""
         out, err = self._child.stdout, self._child.stderr
         assert out is not None
         assert err is not None

@@ -1,7 +1,7 @@
-"""Messages between the launcher and an agent: JSON objects, one in a line, over two descriptors.
+"""Messages between the launcher and an agent: one JSON object per line, over two descriptors.
 
 The descriptors are the standard input and output of a remote shell, which authenticates and
-encrypts. Whatever such a shell prints before the agent's first line is skipped.
+encrypts. The launcher skips the remote shell's output before the agent's first line.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tfdist.launch.events import Message
 GREETING = b"tfdist agent 1"
 BEAT_EVERY_S = 1.0
 SILENT_S = 8.0
-"""Seconds without a message after which the other side counts as gone."""
+"""Seconds without a message after which the peer counts as lost."""
 
-_LATE_S = 2.0  # between two turns: this process was held up, not the other one
+_LATE_S = 2.0  # a longer gap between two turns means that this process was stalled
 _READ_BYTES = 1 << 16
 _MAX_BYTES = 32 << 20
 
 
 class Pipe:
-    """One end of the connection. No method waits; `lost` says why the connection has ended.
+    """One end of the connection. No method blocks. `lost` says why the connection ended.
 
     Args:
-      awaits_greeting: whether to skip all lines up to the greeting of the agent.
+      awaits_greeting: Whether to skip all lines before the agent's greeting.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class Pipe:
         return self._read_fd
 
     def greet(self) -> None:
-        """Send the line before which the launcher skips everything."""
+        """Send the greeting. The launcher skips all output before it."""
         self._outgoing += GREETING + b"\n"
         self._flush()
 
     def send(self, message: Message) -> None:
-        """Send a message, now or when the pipe has room."""
+        """Send a message now, or as soon as the pipe has room."""
         self._outgoing += json.dumps(message, separators=(",", ":")).encode() + b"\n"
         self._sent_s = self._clock()
         self._flush()
 
     def take_messages(self) -> list[Message]:
-        """Return the messages that have arrived since the last call."""
+        """Return the messages received since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
@@ -115,7 +115,7 @@ class Pipe:
             message = None
         if not isinstance(message, dict):
             self._lose("a line that is no message arrived")
-        elif message:  # an empty one is a heartbeat
+        elif message:  # an empty message is a heartbeat
             self._messages.append(message)
 
     def _flush(self) -> None:
