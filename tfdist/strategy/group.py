@@ -141,8 +141,7 @@ def ends_differ(first: str, other: str) -> UsageError:
 def require_same_place(job: Job, *, of: str) -> None:
     """Check that all tasks run the same call, before a collective of TensorFlow hangs.
 
-    A collective. It raises the errors of `sum_over_tasks`. It returns at once in a job without a
-    ring and in a pipeline.
+    A collective. It returns at once if the job has no ring or is a pipeline.
     """
     if job.ring is not None and job.stages is None:
         sum_over_tasks(job, np.zeros(1), of=of)
