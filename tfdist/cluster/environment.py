@@ -417,7 +417,7 @@ SOURCES: Mapping[str, Reader] = {
 
 
 def detect(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return the task of this process; None for a process by itself, without settings."""
+    """Return the config of this process's task, None for a single process without settings."""
     job_settings = settings.from_environ(environ)
     named = text(environ, CLUSTER)
     fix = "name one of them, or unset it"

@@ -96,7 +96,7 @@ def kernel_filters() -> bool:
 def restricting_server(config: TaskConfig) -> Iterator[None]:
     """Restrict the server that TensorFlow starts for this task in the block.
 
-    Does nothing in a job of several machines.
+    It has no effect in a job of several machines.
     """
     if not is_local(config.cluster):
         yield

@@ -552,7 +552,7 @@ def _computed(
     values: dict[int, Any] = {}
     for part in graph.divided(positions):
         given = [values[id(t)] for t in part.received] + [inputs[i] for i in part.inputs]
-        with keras.StatelessScope():  # nothing that changes is kept
+        with keras.StatelessScope():  # discards state updates
             made = keras.tree.flatten(part.module(one_or_list(given), training=False))
         for tensor in made:
             with contextlib.suppress(AttributeError):  # timing uses no masks
@@ -604,7 +604,7 @@ def _both_passes(
     @keras_compat.compiled
     def both(given: list[tf.Tensor], gradients: list[tf.Tensor] | None) -> list[tf.Tensor]:
         received = [x for x in given[:count] if x.dtype.is_floating]
-        with tf.GradientTape() as tape, keras.StatelessScope():  # nothing that changes is kept
+        with tf.GradientTape() as tape, keras.StatelessScope():  # discards state updates
             tape.watch(received)
             # With the trace, layers compute as in the stages.
             trace = bare_trace(rows, fused=keras_compat.is_fused(module))

@@ -100,7 +100,7 @@ def timeline(
 
 
 def most_kept(order: Sequence[Pass]) -> int:
-    """Return the most micro-batches of which a stage keeps activations at a time."""
+    """Return the maximum number of micro-batches with kept activations in a stage."""
     return max(itertools.accumulate(1 if one.forward else -1 for one in order), default=0)
 
 

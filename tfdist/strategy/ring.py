@@ -435,7 +435,7 @@ def connect(
 
 
 def _listen_for_others(ports: range | None, *, only_local: bool = False) -> socket.socket | None:
-    """Listen for workers in other network namespaces or machines; None if no port is free."""
+    """Listen for workers in other network namespaces or machines, None if no port is free."""
     for port in ports or (0,):
         with contextlib.suppress(OSError):
             return listen(port, only_local=only_local)
