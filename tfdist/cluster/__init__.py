@@ -1,4 +1,4 @@
-"""Tasks of a job, their addresses and settings; without TensorFlow."""
+"""Tasks of a job, their addresses and settings. Does not import TensorFlow."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ __all__ = [
 
 
 def read_environment(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return which task of which job this process is, or None: a process by itself.
+    """Return the config of this process's task, or None for a single process.
 
     Raises:
-        UsageError: a source is wrong, or two of them disagree; the message has both.
+        UsageError: a source is wrong, or two sources disagree. The message names both.
     """
     config = from_environ(environ) if "TFDIST_JOB" in environ else None
     if config is not None:
         return config
-    from tfdist.cluster import environment  # a task that our launcher starts needs none of it
+    from tfdist.cluster import environment  # tasks of tfdist's launcher do not need it
 
     return environment.detect(environ)

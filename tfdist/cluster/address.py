@@ -1,4 +1,4 @@
-"""Addresses of tasks, ``host:port``, validated before anything connects, and lists of hosts."""
+"""Validation of task addresses (``host:port``), and parsers of lists of hosts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _short.maxlist = _short.maxdict = _short.maxtuple = 3
 
 
 def shown(value: object) -> str:
-    """Return `value` as one short line for an error message, whatever it holds."""
+    """Return any `value` as one short line for an error message."""
     return _short.repr(value)
 
 
 def check_address(address: object, *, where: str) -> tuple[str, int]:
-    """Return a key that is equal for two addresses at which two servers cannot both listen.
+    """Return a key that is equal for two addresses that two servers cannot both use.
 
     A server listens on every interface of its machine, so all names of this machine
-    (``localhost``, ``127.0.0.2``, ``[::1]``) are one host to it.
+    (``localhost``, ``127.0.0.2``, ``[::1]``) have the same key.
 
     Raises:
-        UsageError: `address` is not ``host:port``; the message says what about it.
+        UsageError: `address` is not ``host:port``. The message names the wrong part.
     """
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     key = _host_key(host) if _HOST.fullmatch(host) else None
@@ -59,7 +59,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine, by its name or number alone."""
+    """Return whether a host is ``localhost`` or a loopback IP address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -73,7 +73,7 @@ def join(host: str, port: int) -> str:
 
 
 def _host_key(host: str) -> str | None:
-    """Return the host in its one spelling, or None when it is no host."""
+    """Return the host in canonical spelling, or None if `host` is not valid."""
     is_ipv6 = host[0] == "["
     if is_ipv6 or host.replace(".", "").isdigit():
         kind = ipaddress.IPv6Address if is_ipv6 else ipaddress.IPv4Address
@@ -90,16 +90,16 @@ def _host_key(host: str) -> str | None:
     return host.lower().removesuffix(".")
 
 
-# Parsers of lists of hosts: schedulers' node lists, and ours with slots, ``a:2,n[1-4]:8``.
+# Parsers of host lists: schedulers' node lists, and tfdist's lists with slots, ``a:2,n[1-4]:8``.
 #
-# A node list is like ``n[001-010,12],login,rack[1-2]node[3-4]-ib``.
-# What Slurm expands, `expand` expands to the same names in the same order; text after a bracket,
-# as in ``n[1-2]-ib``, which Slurm refuses and Intel MPI and DNS names have, is taken too.
+# A node list has the format ``n[001-010,12],login,rack[1-2]node[3-4]-ib``.
+# `expand_hosts` returns the names of Slurm in Slurm's order. It also accepts text after a bracket,
+# as in ``n[1-2]-ib``, which Slurm rejects. Intel MPI and DNS names use such text.
 
 MAX_HOSTS = 1 << 20
-"""More names than this are taken for a mistake, before any memory goes to them."""
+"""Most names in a list. A longer list is an error, raised before it uses memory."""
 
-_MAX_SLOTS = 1024  # more is a port that was written in its place
+_MAX_SLOTS = 1024  # a larger number is probably a port
 _ELEMENT = re.compile(r"(?:[^,\[\]]++|\[[^\[\]]*+\])++")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGES = re.compile(r"[0-9]{1,18}(?:-[0-9]{1,18})?(?:,[0-9]{1,18}(?:-[0-9]{1,18})?)*+")
@@ -109,14 +109,13 @@ _FEWER = f"at most {MAX_HOSTS} names in all"
 
 
 def expand_hosts(text: str, *, where: str) -> list[str]:
-    """Return the names in a node list, in its order; repeated names stay.
+    """Return the names in a node list, in order and with repeated names.
 
-    The numbers of a range have at least as many digits as its first one. Of several brackets
-    in one name the last varies fastest and the first next, as Slurm has it: ``[a][b][c]``
-    loops over b, in it a, in it c.
+    The numbers of a range have at least as many digits as its first number. The order of
+    several brackets is Slurm's: in ``[a][b][c]``, c varies fastest, then a, then b.
 
     Raises:
-        UsageError: `text` is no node list; the message begins with `where`.
+        UsageError: `text` is not a node list. The message starts with `where`.
     """
     text = text.strip()
     if re.search(r"[\s()]", text):
@@ -130,7 +129,7 @@ def expand_hosts(text: str, *, where: str) -> list[str]:
 
 
 def split_hosts(text: str, *, where: str) -> Iterator[str]:
-    """Yield the parts of a list between the commas that are outside brackets."""
+    """Yield the parts of a list, split at commas outside brackets."""
     end = -1
     for match in _ELEMENT.finditer(text):
         if match.start() != end + 1 or (end >= 0 and text[end] != ","):
@@ -144,7 +143,7 @@ def split_hosts(text: str, *, where: str) -> Iterator[str]:
 
 
 def expand_counts(text: str, *, where: str) -> list[int]:
-    """Return the number for each node of a list like ``2(x3),1``, which is 2, 2, 2, 1."""
+    """Return the number for each node of a list. For example, ``2(x3),1`` is 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.strip().split(","):
         match = _COUNT.fullmatch(part)
@@ -162,10 +161,10 @@ def expand_counts(text: str, *, where: str) -> list[int]:
 
 
 def parse_hosts(value: str, *, where: str = "--hosts") -> list[tuple[str, int]]:
-    """Return the hosts and slots of ``host:slots,host,n[1-3]:slots``; one slot if not said.
+    """Return the hosts and slots of ``host:slots,host,n[1-3]:slots`` (default: one slot).
 
-    Hosts in brackets are a node list (`expand`), IPv6 addresses stay in theirs. A host
-    may be repeated: its slots come at both places.
+    Hosts may be node lists (`expand_hosts`). IPv6 addresses keep their brackets. A repeated
+    host keeps its slots at each position.
     """
     made: list[tuple[str, int]] = []
     for part in list(split_hosts(value.strip(), where=where)):
@@ -179,12 +178,12 @@ def parse_hosts(value: str, *, where: str = "--hosts") -> list[tuple[str, int]]:
 
 
 def ranks_of(listed: Sequence[tuple[str, int]]) -> list[str]:
-    """Return the host of each rank: host after host, as many ranks as it has slots."""
+    """Return the host of each rank. Each host has one rank for each slot, in order."""
     return [host for host, slots in listed for _ in range(slots)]
 
 
 def _slots(part: str, where: str) -> tuple[str, int]:
-    """Split ``names:slots``, where an IPv6 address in its brackets has colons of its own."""
+    """Split ``names:slots``. An IPv6 address in brackets may contain colons."""
     names, colon, number = part.strip().rpartition(":")
     if not colon or number.endswith("]"):
         names, number = part.strip(), "1"
@@ -205,7 +204,7 @@ def _bad_hosts(part: str, where: str, expected: str, fix: str) -> UsageError:
 
 
 def _names(element: str, where: str) -> list[str]:
-    """Return the names of one element with brackets, as ``rack[1-2]node[3-4]-ib``."""
+    """Return the names of one element with brackets, such as ``rack[1-2]node[3-4]-ib``."""
     begin, *parts = _BRACKETS.split(element)
     brackets = [_numbers(inside, where) for inside in parts[::2]]
     if math.prod(map(len, brackets)) > MAX_HOSTS:
@@ -219,7 +218,7 @@ def _names(element: str, where: str) -> list[str]:
 
 
 def _numbers(inside: str, where: str) -> list[str]:
-    """Return the numbers of one bracket, such as ``1-3,07``, as they are to be written."""
+    """Return the numbers of one bracket, such as ``1-3,07``, with leading zeros."""
     if not _RANGES.fullmatch(inside):
         raise _bad_node_list(f"[{inside}]", where, _NUMBERS)
     made: list[str] = []

@@ -1,22 +1,21 @@
 """Detection of this process's job and task from its environment.
 
-Whoever starts the tasks leaves variables for them, each in its own way. A function for each way
-reads them. It returns None when they are not there or speak of one process, and
-raises `UsageError` when they are there and say something wrong.
+Each launcher sets its own variables, and one function reads the variables of one launcher. The
+function returns None if the variables are not set or describe one process. It raises `UsageError`
+if the variables are wrong.
 
-The rules, which docs/hosts.md has for users:
+The rules (docs/hosts.md explains them to users):
 
-* A process is one of several tasks only if it was started as one: by our launcher, by ``srun``
-  as a step of several tasks, by ``mpirun`` with several ranks, in a pod with TFDIST_HOSTS, or
-  with TF_CONFIG. An allocation or an index alone says nothing.
-* In a task of our launcher (it sets TFDIST_JOB) TF_CONFIG is all that is read: the launcher may
-  well be one task of a Slurm step itself.
-* Else the sources are asked in the order of `SOURCES`, and the first that knows the process is
-  taken: TF_CONFIG goes before the rest, and ``mpirun`` before ``srun``, inside whose step it runs.
-* TF_CONFIG must agree with the rest on the number of tasks and, where both name hosts in the same
-  way, on the host of this one. Ports, other names of hosts and task types may differ: whoever
-  wrote TF_CONFIG knew better.
-* TFDIST_CLUSTER names one source and nothing else is read; ``none`` is a process by itself.
+* A process is one of several tasks only if tfdist's launcher, ``srun`` with several tasks or
+  ``mpirun`` with several ranks started it, or if TFDIST_HOSTS, TF_CONFIG or a platform's list of
+  nodes is set. An allocation or an index is not enough.
+* A task of tfdist's launcher (which sets TFDIST_JOB) reads only TF_CONFIG. The launcher itself may
+  be a task of a Slurm step.
+* Other processes use the first source in the order of `SOURCES` that describes them. TF_CONFIG
+  precedes all other sources. ``mpirun`` precedes ``srun``, because it runs inside a Slurm step.
+* TF_CONFIG must agree with the other sources on the number of tasks. If both use the same host
+  names, they must agree on this task's host. Ports, host names and task types may differ.
+* TFDIST_CLUSTER selects one source. The value ``none`` selects a single process.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ from tfdist.errors import UsageError, require_one_of
 
 # Cluster resolver of MPI: the variables that mpirun sets for each rank.
 #
-# They say how many ranks there are, on all hosts and on this one, and never on which hosts: those
-# come from TFDIST_HOSTS (``mpirun -x TFDIST_HOSTS``), in a Slurm allocation from its node list,
-# and are this machine if all ranks are on it. Read are
+# They give the number of ranks on all hosts and on this host, and no host names. The hosts are in
+# TFDIST_HOSTS (``mpirun -x TFDIST_HOSTS``) or in the node list of a Slurm allocation. If all ranks
+# are on this machine, no list is needed. tfdist reads
 #
 # * Open MPI: OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_SIZE, _LOCAL_RANK
 #   (https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html);
@@ -70,12 +69,12 @@ _PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 _LOCAL_HOST = "127.0.0.1"
 _JOB_NAMES = (
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    *("SLURM_JOB_ID", "PBS_JOBID"),  # of the allocation, where mpirun has no name for its job
+    *("SLURM_JOB_ID", "PBS_JOBID"),  # allocation, if mpirun sets no name of its job
 )
 
 
 class _World(NamedTuple):
-    """Place of a rank by its launcher; `names` are the variables that say so, in this order."""
+    """Place of a rank as set by its launcher. `names` are the variables of the four fields."""
 
     size: int
     rank: int
@@ -87,11 +86,11 @@ class _World(NamedTuple):
 def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this rank's part of the job, or None outside a job of several ranks.
 
-    Ranks are taken host after host, as mpirun places them by default
-    (``--map-by slot``). Ports begin at one that follows from the name of the job.
+    Ranks fill host after host, the default of mpirun (``--map-by slot``). The first port
+    follows from the name of the job.
 
     Raises:
-        UsageError: the hosts of the ranks are unknown, or this one is not where it should be.
+        UsageError: the hosts of the ranks are unknown, or this rank is on an unexpected host.
     """
     world = _world(environ)
     if world is None or world.size == 1:
@@ -106,7 +105,7 @@ def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfi
 def _world(environ: Mapping[str, str]) -> _World | None:
     if _OMPI[0] in environ:
         return _sized(environ, _OMPI)
-    # With --mpi=pmi2 srun sets the variables of PMI too, and says more by its own.
+    # With --mpi=pmi2 srun sets the variables of PMI too. Its own variables have more details.
     step = f"{text(environ, 'SLURM_JOB_ID')}.{text(environ, 'SLURM_STEP_ID')}"
     is_of_slurm = text(environ, "PMI_JOBID") == step
     if _PMI[0] in environ and _PMI[1] in environ and not is_of_slurm:
@@ -123,7 +122,7 @@ def _sized(environ: Mapping[str, str], names: Sequence[str]) -> _World:
 
 
 def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
-    """Return the source of the hosts, a variable, and the host of each rank."""
+    """Return the variable that lists the hosts, and the host of each rank."""
     value = text(environ, HOSTS)
     if value:
         ranks = ranks_of(parse_hosts(value, where=HOSTS))
@@ -147,7 +146,7 @@ def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> tuple[str, list[
 
 
 def _check_mpi(environ: Mapping[str, str], world: _World, ranks: Sequence[str], where: str) -> None:
-    """Compare where this rank should be with its own variables."""
+    """Check that the expected host of this rank agrees with the rank's variables."""
     host = ranks[world.rank]
     here = [rank for rank, other in enumerate(ranks) if other == host]
     follows = {2: (world.local_size, len(here)), 3: (world.local_rank, here.index(world.rank))}
@@ -171,22 +170,22 @@ def _check_mpi(environ: Mapping[str, str], world: _World, ranks: Sequence[str], 
 
 # Cluster resolver of Slurm: the variables that ``srun`` sets in a step's tasks.
 #
-# Only a step of several tasks is a job to us. A batch script, a shell of ``salloc`` and a step of
-# one task are single processes, whatever the allocation has: in them ``SLURM_NTASKS`` speaks of
-# tasks that nobody has started. Seen with Slurm 22.05; the variables are those of
+# Only a step of several tasks is a job. A batch script, a shell of ``salloc`` and a step of one
+# task are single processes for any size of the allocation. ``SLURM_NTASKS`` counts tasks that do
+# not run there. Checked with Slurm 22.05. Slurm documents the variables at
 # https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
 
-_FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # the batch script, the shell of salloc, and their like
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # batch scripts, salloc shells and similar steps
 
 
 def from_slurm(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this task's part of the job step, or None outside a step of several tasks.
 
-    Tasks are taken in order of SLURM_PROCID. Their ports begin at one that follows from the job
-    and step number (`placement.port_of_job`).
+    Tasks have the order of SLURM_PROCID. Their first port follows from the job and step number
+    (`placement.port_of_job`).
 
     Raises:
-        UsageError: the variables contradict each other, or do not say on which node a task is.
+        UsageError: the variables contradict each other, or do not give the node of a task.
     """
     count = num_slurm_tasks(environ)
     if count == 1:
@@ -207,7 +206,7 @@ def from_slurm(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
 
 
 def num_slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Return how many tasks ``srun`` started this process among; 1 if it did not."""
+    """Return the number of tasks in this process's ``srun`` step, 1 outside a step."""
     step = integer(environ, "SLURM_STEP_ID", most=2**32 - 1)
     if step is None or step >= _FIRST_SPECIAL_STEP or not text(environ, "SLURM_PROCID"):
         return 1
@@ -222,7 +221,7 @@ def slurm_first_port(environ: Mapping[str, str], job_settings: JobSettings) -> i
 
 
 def _nodes_of_ranks(environ: Mapping[str, str], *, count: int) -> list[str]:
-    """Return the node of each rank: ``block`` fills node after node.
+    """Return the node of each rank. Slurm's ``block`` distribution fills node after node.
 
     https://slurm.schedmd.com/srun.html#OPT_distribution
     """
@@ -255,9 +254,9 @@ def _nodes_of_ranks(environ: Mapping[str, str], *, count: int) -> list[str]:
 
 # Cluster resolver of Kubernetes: pods of an indexed Job, a StatefulSet or a JobSet.
 #
-# The manifest names the pods in TFDIST_HOSTS, as a node list; a pod finds itself there by its
-# host name, so that one manifest does for all. With a headless Service ``train`` and the pods'
-# ``subdomain`` set to it:
+# The manifest lists the pods in TFDIST_HOSTS as a node list. A pod finds itself in the list by its
+# host name, so all pods share one manifest. With a headless Service ``train`` as the pods'
+# ``subdomain``:
 #
 # * an indexed Job ``mnist``: ``TFDIST_HOSTS=mnist-[0-3].train``. The control plane names pods
 #   ``$(job name)-$(index)`` and sets JOB_COMPLETION_INDEX
@@ -267,18 +266,18 @@ def _nodes_of_ranks(environ: Mapping[str, str], *, count: int) -> list[str]:
 #   (``site/static/examples/simple/jobset-with-network.yaml`` in
 #   https://github.com/kubernetes-sigs/jobset).
 #
-# TFJob sets TF_CONFIG and needs nothing from here.
+# TFJob sets TF_CONFIG, so it does not use this resolver.
 
 POD_INDEX = "JOB_COMPLETION_INDEX"
 
 
 def from_kubernetes(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return this pod's part of the job, or None outside a pod that has TFDIST_HOSTS.
+    """Return this pod's part of the job, or None outside a pod with TFDIST_HOSTS.
 
-    A pod that says its place itself, by TFDIST_NODE_RANK, is a host like any other.
+    If TFDIST_NODE_RANK is set too, `from_hosts` handles the pod like any other host.
 
     Raises:
-        UsageError: the pod is not in the list, or is where its index does not say.
+        UsageError: the pod is not in the list, or a host has several slots.
     """
     is_pod = "KUBERNETES_SERVICE_HOST" in environ or POD_INDEX in environ
     if not is_pod or not text(environ, HOSTS) or text(environ, NODE_RANK):
@@ -293,7 +292,7 @@ def from_kubernetes(environ: Mapping[str, str], job_settings: JobSettings) -> Ta
 
 
 def _rank_of_pod(environ: Mapping[str, str], pods: Sequence[str]) -> int:
-    """Return where this pod is in the list."""
+    """Return the index of this pod in the list."""
     name = text(environ, "HOSTNAME")
     if not name:
         raise missing("HOSTNAME", "the pod's name, which containers have there")
@@ -308,22 +307,22 @@ def _rank_of_pod(environ: Mapping[str, str], pods: Sequence[str]) -> int:
     return ranks[0]
 
 
-# Cluster resolver of plain hosts, without a scheduler: a list ``host:slots,...`` is all there is.
+# Cluster resolver of plain hosts, without a scheduler: a list ``host:slots,...``.
 #
-# The list is in TFDIST_HOSTS, or a flag of a program; the host is given its index in it.
+# The list is in TFDIST_HOSTS or in a flag of a program. Each host receives its index in the list.
 
 
 def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return this task's part of the job on TFDIST_HOSTS, or None where that is not set.
+    """Return this task's part of the job on TFDIST_HOSTS, or None if TFDIST_HOSTS is not set.
 
-    TFDIST_NODE_RANK says which entry of the list this host is, and TFDIST_LOCAL_RANK, where
-    the entry has several slots, which of them this process is.
+    TFDIST_NODE_RANK is the index of this host in the list. TFDIST_LOCAL_RANK is the index of
+    this process among the slots of the host, if the host has several slots.
     """
     value = text(environ, HOSTS)
     if not value:
         return None
     listed = parse_hosts(value, where=HOSTS)
-    # A host alone needs no rank; of pods one that is all of its job comes here.
+    # A single host needs no rank, for example the only pod of a job.
     node_rank = needed(environ, NODE_RANK) if listed[1:] else integer(environ, NODE_RANK) or 0
     if node_rank >= len(listed):
         raise contradiction(
@@ -341,7 +340,7 @@ def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
     return one_of(ranks_of(listed), rank=rank, job_settings=job_settings)
 
 
-# Platforms that tell each node all nodes and its own position. Each node is one task.
+# Platforms that give each node the list of nodes and its own position. Each node is one task.
 
 
 def from_skypilot(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
@@ -399,7 +398,7 @@ Reader = Callable[[Mapping[str, str], JobSettings], TaskConfig | None]
 
 
 def _read_tf_config(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return the task of TF_CONFIG, completed by our variables."""
+    """Return the config in TF_CONFIG, completed by ``TFDIST_*`` variables."""
     config = tf_config.from_environ(environ)
     return None if config is None else _with_settings(config, job_settings)
 
@@ -414,11 +413,11 @@ SOURCES: Mapping[str, Reader] = {
     "lws": from_leader_worker_set,
     "sagemaker": from_sagemaker,
 }
-"""By the name that TFDIST_CLUSTER has for it; in order of precedence."""
+"""Readers by their names in TFDIST_CLUSTER, in order of precedence."""
 
 
 def detect(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return the task of this process; None for a process by itself, without settings."""
+    """Return the config of this process's task, None for a single process without settings."""
     job_settings = settings.from_environ(environ)
     named = text(environ, CLUSTER)
     fix = "name one of them, or unset it"
@@ -445,7 +444,7 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
 
 
 def _alone(job_settings: JobSettings) -> TaskConfig | None:
-    """Return the settings of a process by itself: None, or options and its attempt."""
+    """Return the config of a single process, None if all options have their defaults."""
     strategy = job_settings.strategy
     of_several = {
         STRATEGY: strategy if strategy in ("multiworker", "ps", "pipeline") else None,
@@ -468,7 +467,7 @@ def _alone(job_settings: JobSettings) -> TaskConfig | None:
 
 
 def _with_settings(config: TaskConfig, job_settings: JobSettings) -> TaskConfig:
-    """Return `config` with the strategy and the options of our variables, where it has none."""
+    """Return `config`, with strategy and options from ``TFDIST_*`` variables if it has none."""
     strategy, has = job_settings.strategy, config.options.strategy
     if "auto" not in (strategy, has) and strategy != has:
         raise _disagreement(STRATEGY, f"{strategy}, and TF_CONFIG with {has}", "correct TF_CONFIG")
@@ -483,8 +482,8 @@ def _with_settings(config: TaskConfig, job_settings: JobSettings) -> TaskConfig:
 
 
 def _check_agreement(source: str, config: TaskConfig, environ: Mapping[str, str]) -> None:
-    """Compare a task with the other sources: the number of tasks, and its host."""
-    if source == "tf_config" and config.task.type != "evaluator":  # which some count, others not
+    """Check the number of tasks and the task's host against the other sources."""
+    if source == "tf_config" and config.task.type != "evaluator":  # not all count it
         _check_size(config, environ)
         for variable in ("PMIX_HOSTNAME", "SLURMD_NODENAME"):
             _check_host(config, variable, text(environ, variable))
@@ -497,10 +496,10 @@ def _check_agreement(source: str, config: TaskConfig, environ: Mapping[str, str]
 
 
 def _check_size(config: TaskConfig, environ: Mapping[str, str]) -> None:
-    """Compare the number of tasks in TF_CONFIG with that of the innermost launcher."""
+    """Check the number of tasks in TF_CONFIG against the innermost launcher."""
     count = max(1, len(config.cluster.training_tasks()))
     sizes: dict[str, int] = {}
-    if _OMPI[0] in environ or _PMI[1] in environ:  # PMIx alone does not count its ranks
+    if _OMPI[0] in environ or _PMI[1] in environ:  # PMIx sets no number of ranks
         world = _world(environ)
         sizes |= {world.names[0]: world.size} if world else {}
     sizes["SLURM_STEP_NUM_TASKS"] = num_slurm_tasks(environ)
@@ -517,7 +516,7 @@ def _check_size(config: TaskConfig, environ: Mapping[str, str]) -> None:
 
 
 def _check_host(config: TaskConfig, variable: str, name: str) -> None:
-    """Refuse a TF_CONFIG that knows this host by its name, and puts the task on another."""
+    """Raise UsageError if TF_CONFIG lists this host, but puts this task on another host."""
     if not name or config.cluster.kind == "single":
         return
     at = {t: split_address(config.cluster.address(t))[0] for t in config.cluster.training_tasks()}

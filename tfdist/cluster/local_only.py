@@ -1,13 +1,13 @@
-"""Listening sockets that accept connections of this machine only, whatever address they bind.
+"""Listening sockets that accept only connections from this machine, for any bound address.
 
-TensorFlow's servers listen on every interface and have no option for another address. The kernel
-can drop the packets that arrive over an interface other than loopback: a socket filter compares the
-packet's interface with loopback, whose index is 1 in each network namespace. The sockets of
-accepted connections inherit the filter. It needs no rights.
+TensorFlow's servers listen on every interface, and no option changes the address. A socket filter
+makes the kernel drop packets from interfaces other than loopback. The filter compares the packet's
+interface with loopback (index 1 in each network namespace). The sockets of accepted connections
+inherit the filter. It needs no privileges.
 
-TensorFlow listens and serves in one call, so the filter would be late by the length of that call.
-Until then a guard listens at the same port and is first in the port's SO_REUSEPORT group. A program
-of the group sends connections of other machines to the guard, which drops them.
+TensorFlow listens and serves in one call, so the filter can only be set after this call.
+Until then a guard socket listens at the same port, first in the port's SO_REUSEPORT group. A filter
+program of the group sends connections from other machines to the guard, which drops them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _INTERFACE = 0xFFFF_F000 + 8  # SKF_AD_OFF + SKF_AD_IFINDEX
 _LOOPBACK = 1
 _WHOLE_PACKET, _NOTHING = 0xFFFF_FFFF, 0
 
-_BACKLOG = 4096  # connections that clients may open before anybody takes them
+_BACKLOG = 4096  # connections that wait for `accept`
 _TENSORFLOW_REUSES_PORT = "TF_GRPC_REUSE_PORT"
 
 
 def is_local(cluster: ClusterSpec) -> bool:
-    """Return whether all tasks have loopback addresses, so that no other machine takes part."""
+    """Return whether all tasks have loopback addresses, so the job runs on one machine."""
     return are_local(cluster.address(task) for task in cluster.tasks())
 
 
@@ -48,7 +48,7 @@ def are_local(addresses: Iterable[str]) -> bool:
 
 
 def listen(port: int, *, only_local: bool = False) -> socket.socket:
-    """Return a socket that listens at `port`, 0 for any, on every interface, as TensorFlow does.
+    """Return a socket that listens at `port` (0 for any port) on every interface.
 
     With `only_local` other machines cannot connect, if the kernel has socket filters.
     """
@@ -65,7 +65,7 @@ def listen(port: int, *, only_local: bool = False) -> socket.socket:
 
 
 def restrict(listener: socket.socket) -> None:
-    """Drop every packet of other machines to a socket and to the connections it will accept.
+    """Drop packets from other machines to a socket and to its accepted connections.
 
     Raises:
         OSError: the kernel has no socket filters.
@@ -74,7 +74,7 @@ def restrict(listener: socket.socket) -> None:
 
 
 def kernel_filters() -> bool:
-    """Return whether the kernel applies socket filters: some sandboxes accept and ignore them."""
+    """Return whether the kernel applies socket filters. Some sandboxes ignore the filters."""
     try:
         with (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
@@ -96,7 +96,7 @@ def kernel_filters() -> bool:
 def restricting_server(config: TaskConfig) -> Iterator[None]:
     """Restrict the server that TensorFlow starts for this task in the block.
 
-    Does nothing in a job of several machines.
+    It has no effect in a job of several machines.
     """
     if not is_local(config.cluster):
         yield
@@ -115,17 +115,17 @@ def restricting_server(config: TaskConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _guard(port: int) -> Iterator[None]:
-    """Keep other machines from a port until the end of the block; a server can listen there."""
+    """Block other machines from a port in the block. A local server can still listen."""
     with contextlib.closing(unbound()) as guard:
         try:
             guard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             guard.bind(("::" if guard.family == socket.AF_INET6 else "", port))
-            # After it was bound: binding fails if another process listens there.
+            # Set after the bind, so that the bind fails if another process listens there.
             guard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             _attach(guard, _SO_ATTACH_FILTER, by_interface=(_NOTHING, _NOTHING))
             _attach(guard, _SO_ATTACH_REUSEPORT_CBPF, by_interface=(1, 0))
             guard.listen()
-        except OSError as error:  # the port is in use, as TensorFlow will say
+        except OSError as error:  # TensorFlow will report that the port is in use
             _LOG.debug("no guard at port %d: %s", port, error)
             yield
             return
@@ -141,7 +141,7 @@ def _guard(port: int) -> Iterator[None]:
 
 
 def _restrict_own(port: int) -> int:
-    """Restrict the sockets of this process that listen at a port; return how many there are."""
+    """Restrict the sockets of this process that listen at a port. Return their number."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
@@ -153,7 +153,7 @@ def _restrict_own(port: int) -> int:
 
 
 def _attach(target: socket.socket, option: int, *, by_interface: tuple[int, int]) -> None:
-    """Attach a program that returns the first number for a packet of loopback, else the second."""
+    """Attach a program that returns the first number for a loopback packet, else the second."""
     on_loopback, on_others = by_interface
     instructions = (
         (_LOAD, 0, 0, _INTERFACE),

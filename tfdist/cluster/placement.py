@@ -1,8 +1,8 @@
-"""Cluster of a job, from the placement of its tasks on hosts.
+"""Cluster of a job, from the hosts of its tasks.
 
-Whatever started the tasks, they are numbered by rank, and each rank is on a host. Everything
-else, who is chief and which port is whose, follows by rules here: each task applies them by
-itself, and all come to the same cluster.
+Every launcher numbers its tasks by rank, and each rank runs on a host. The rules in this module
+derive the chief and the ports from the ranks. Each task applies the rules independently, and all
+tasks get the same cluster.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tfdist.cluster.tf_config import TASK_TYPES, ClusterSpec, Task, TaskConfig
 from tfdist.errors import UsageError
 
 DEFAULT_PORT = 2222
-"""Of the first task of each host; what TensorFlow's own examples and TFJob have."""
+"""Port of the first task on each host, as in TensorFlow's examples and TFJob."""
 
 FIRST_PORT = 20_000
-"""Ports from here to 32703 are below those of outgoing connections, as Linux has them."""
+"""First port of the jobs. Ports up to 32703 are below Linux' ports of outgoing connections."""
 
 PORTS_PER_JOB = 32
-_JOBS = 397  # prime, so that job numbers in steps of any size are spread over all
+_JOBS = 397  # prime, to spread job numbers with any regular step
 
 
 def place(
@@ -35,12 +35,12 @@ def place(
     job_settings: JobSettings,
     job_port: int | None = None,
 ) -> TaskConfig:
-    """Return the TF_CONFIG of the task of `rank`, where `hosts` has the host of each rank.
+    """Return the config of the task of `rank`. `hosts` lists the host of each rank.
 
-    With `job_port`, the first of the ports of its job, each task has a port of its own in the job,
-    so that two nodes of a scheduler that are one machine do not meet; with more tasks than
-    `PORTS_PER_JOB`, or than a range that is set has, those of a host count by themselves. Without
-    it the tasks of a host have `DEFAULT_PORT` and the ports after it, or those of the range.
+    With `job_port` (first port of the job) each task has a different port, because two nodes of a
+    scheduler may be one machine. With over `PORTS_PER_JOB` tasks, or too few ports in TFDIST_PORTS,
+    each host numbers its ports separately. Without `job_port` the tasks of a host use
+    TFDIST_PORTS, or `DEFAULT_PORT` and the following ports.
     """
     ports = job_settings.ports
     types = task_types(len(hosts), job_settings=job_settings)
@@ -59,7 +59,7 @@ def place(
 
 
 def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig | None:
-    """Return the TF_CONFIG of the task of `rank`, or None for one task without options."""
+    """Return the config of the task of `rank`, or None for a job of one process."""
     if (
         len(hosts) == 1
         and not job_settings.ps
@@ -70,12 +70,12 @@ def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> Tas
 
 
 def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
-    """Return the type of each rank: in a ps job the first is the chief and the last are ps.
+    """Return the type of each rank. In a ps job the first rank is the chief, the last are ps.
 
-    An evaluator comes after them.
+    An evaluator follows the training tasks.
 
     Raises:
-        UsageError: the job has too few tasks, or too many, for what is set.
+        UsageError: the job has too few or too many tasks for its settings.
     """
     if job_settings.evaluator:
         if count == 1 or job_settings.strategy in ("single", "mirrored"):
@@ -108,9 +108,9 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
 
 
 def _addresses(hosts: Sequence[str], *, first_port: int, among: range | None = None) -> list[str]:
-    """Return ``host:port`` for each rank, the ranks of a host having ports in a row.
+    """Return ``host:port`` for each rank, with consecutive ports on each host.
 
-    All of them are of `among`, where that is given.
+    If `among` is given, all ports are in `among`.
     """
     used: dict[str, int] = {}
     made = []
@@ -122,7 +122,7 @@ def _addresses(hosts: Sequence[str], *, first_port: int, among: range | None = N
     if among is None or last_port in among:
         return made
     if first_port > among.start:
-        return _addresses(hosts, first_port=among.start, among=among)  # the whole of it
+        return _addresses(hosts, first_port=among.start, among=among)  # use the whole range
     raise UsageError(
         settings.PORTS,
         received=f"{as_text(among)}, {len(among)} ports, "
@@ -134,11 +134,11 @@ def _addresses(hosts: Sequence[str], *, first_port: int, among: range | None = N
 
 
 def port_of_job(job: str, *, step: int = 0, job_settings: JobSettings | None = None) -> int:
-    """Return the first of the ports of a job, the same wherever its name is known.
+    """Return the first port of a job, computed from the name of the job.
 
-    `PORTS_PER_JOB` ports belong to it. Jobs with numbers that follow each other, as those that
-    share a machine often have, get different ones; so do the steps of a job. A range
-    that is set is divided among the jobs.
+    A job has `PORTS_PER_JOB` ports. Jobs with consecutive numbers, which often share a machine,
+    have different ports. The steps of a job have different ports too. If TFDIST_PORTS is set,
+    the jobs divide its range.
     """
     first_port, jobs = FIRST_PORT, _JOBS
     if job_settings is not None and job_settings.ports is not None:
@@ -151,13 +151,13 @@ def port_of_job(job: str, *, step: int = 0, job_settings: JobSettings | None = N
 
 
 def same_host(one: str, other: str) -> bool:
-    """Return whether two names can be of one host: the same, or one with its domain."""
+    """Return whether two names may denote one host. One name may lack the domain."""
     one, other = one.lower().rstrip("."), other.lower().rstrip(".")
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
 def is_name(host: str) -> bool:
-    """Return whether `host` is a name that says which host it is: no number, not localhost."""
+    """Return whether `host` is a host name, not an IP address or localhost."""
     plain = host.strip("[]").lower()
     return ":" not in plain and not plain.replace(".", "").isdigit() and plain != "localhost"
 

@@ -1,22 +1,20 @@
 """Free ports of this machine, held until their task listens on them.
 
-How a port is held. The socket is bound without SO_REUSEADDR, which fails if anyone at all
-has the port, so two jobs never hold the same one. The option is set after that. From then
-on Linux lets a server that sets it too, as gRPC and so TensorFlow do, bind and listen while
-the port is still held, because the holder itself never listens. So there need be no moment
-at which the port belongs to nobody: a launcher can hold it as long as the job lives, and a
-task that is started again finds its port.
+Holding a port. `hold_ports` binds a socket without SO_REUSEADDR. The bind fails if any other
+process has the port, so two jobs never hold the same port. Then it sets SO_REUSEADDR. Linux now
+lets a server with the same option (gRPC and TensorFlow set it) bind and listen, because the
+holder never listens. A launcher can hold the port for the whole job, and a restarted task
+finds its port.
 
-Which ports. Not those of ``ip_local_port_range``, from which the system serves outgoing
-connections and everyone who asks for any free port. Measured, in a network namespace whose
-range had 20 ports: connections left held ports alone; 10 released ports inside the range
-were all taken by the next 10 connections, and a server could then not bind them; of 10
-released outside it none was. A port inside the range has a second trap: a task that keeps
-trying to reach a peer that is not up yet may be given the peer's port as its own end, and
-then talks to itself (1 of 200 tries there).
+Choice of ports. Ports of ``ip_local_port_range`` are avoided, because Linux uses them for outgoing
+connections and for requests of any free port. A test used a network namespace with 20 ports in
+this range. Connections did not use held ports. The next 10 connections used all 10 released ports
+in the range, and a server could not bind them. No connection used the 10 released ports outside
+the range. A second risk: a task that retries a connection to a port in the range can connect to
+itself (1 of 200 tries).
 
-The wildcard address of both IP versions is bound, as TensorFlow's servers listen on every
-interface whatever address they are given: a port that is free on 127.0.0.1 alone is no use.
+Every bind uses the wildcard address of both IP versions. TensorFlow's servers listen on every
+interface, so a port must be free on all addresses and not only on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ _FORM = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 
 
 def parse_ports(value: str, *, where: str) -> range:
-    """Return the ports of ``first-last``, both of them included.
+    """Return the ports of ``first-last``, including both ends.
 
     Raises:
-        UsageError: no such range; the message begins with `where`.
+        UsageError: the range is not valid. The message starts with `where`.
     """
     found = _FORM.fullmatch(value.strip())
     first, last = (int(found[1]), int(found[2])) if found else (0, 0)
@@ -52,19 +50,19 @@ def parse_ports(value: str, *, where: str) -> range:
 
 
 def as_text(ports: range) -> str:
-    """Return a range as `parse_ports` reads it."""
+    """Return a range in the format of `parse_ports`."""
     return f"{ports.start}-{ports.stop - 1}"
 
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LOW_BAND = range(20_000, 30_000)  # past most services, below the node ports of Kubernetes
+_LOW_BAND = range(20_000, 30_000)  # above most services, below Kubernetes' node ports
 _TAKEN = (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL)
 
 
 class HeldPort:
-    """A port that no other job gets until it is released; a context manager.
+    """Port that no other job can get until its release. Use it as a context manager.
 
-    A process that is forked while it holds a port holds it too: it releases its own copy.
+    A forked child holds the port too, and must release its own copy.
     """
 
     def __init__(self, bound: socket.socket, *, host: str) -> None:
@@ -78,7 +76,7 @@ class HeldPort:
         return join(self.host, self.port)
 
     def release(self) -> None:
-        """Give the port up at once, for any process; a second call does nothing."""
+        """Release the port at once. A second call has no effect."""
         self._bound.close()
 
     def __enter__(self) -> HeldPort:
@@ -91,12 +89,12 @@ class HeldPort:
 def hold_ports(
     n: int, *, host: str = "127.0.0.1", among: Sequence[int] | None = None
 ) -> list[HeldPort]:
-    """Return `n` different free ports of this machine, which peers reach under `host`.
+    """Return `n` different free ports of this machine, held under the host name `host`.
 
-    They are the first ones of `among` that are free; where that is None, any.
+    The ports are the first free ports of `among` (default: any ports).
 
     Raises:
-        UsageError: `n` ports cannot be held, or `host` is no host.
+        UsageError: fewer than `n` ports are free, or `host` is not a host.
     """
     check_address(join(host, 1), where="host")
     candidates = preferred_ports(ephemeral_ports()) if among is None else iter(among)
@@ -113,10 +111,10 @@ def hold_ports(
 
 
 def is_port_free(address: str) -> bool:
-    """Return whether a server could listen at `address` could do so now.
+    """Return whether a server can listen at the port of `address` now.
 
-    Only the port counts, as servers listen on every interface. The answer for a port that
-    a `HeldPort` holds is yes: it is held for just that server.
+    The host is ignored, because servers listen on every interface. The result is True for a
+    port of a `HeldPort`, which is held for such a server.
     """
     _, port = split_address(address)
     with contextlib.closing(unbound()) as server:
@@ -125,15 +123,15 @@ def is_port_free(address: str) -> bool:
 
 
 def preferred_ports(ephemeral: range) -> Iterator[int]:
-    """Yield ports in random order that are not `ephemeral`: those above it, then low ones."""
-    source = random.Random()  # of its own: a program's seed must not choose the ports
+    """Yield ports outside `ephemeral` in random order: higher ports first, then low ports."""
+    source = random.Random()  # separate: a program's seed must not set the ports
     for band in (range(ephemeral.stop, 65_536), _LOW_BAND):
         ports = [port for port in band if port not in ephemeral]
         yield from source.sample(ports, len(ports))
 
 
 def _hold_one(candidates: Iterator[int], *, host: str, is_any: bool) -> HeldPort:
-    # The last is the system's own choice, from the ephemeral ports.
+    # The last candidate, 0, lets the system choose from the ephemeral ports.
     for port in itertools.chain(candidates, (0,) if is_any else ()):
         bound = unbound()
         if _bind(bound, port):
@@ -144,7 +142,7 @@ def _hold_one(candidates: Iterator[int], *, host: str, is_any: bool) -> HeldPort
 
 
 def unbound() -> socket.socket:
-    """Return a socket for both IP versions, or for IPv4 where the system has no IPv6."""
+    """Return a socket for both IP versions, or for IPv4 if the system has no IPv6."""
     if not socket.has_dualstack_ipv6():
         return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     made = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
@@ -153,7 +151,7 @@ def unbound() -> socket.socket:
 
 
 def _bind(unbound: socket.socket, port: int) -> bool:
-    """Bind `port` on every interface; return False when someone else has it."""
+    """Bind `port` on every interface. Return False if another process has the port."""
     try:
         unbound.bind(("::" if unbound.family == socket.AF_INET6 else "", port))
     except OSError as error:
@@ -164,7 +162,7 @@ def _bind(unbound: socket.socket, port: int) -> bool:
 
 
 def ephemeral_ports() -> range:
-    """Return the ports of outgoing connections; Linux' defaults where it does not say."""
+    """Return the ports of outgoing connections (Linux' defaults if the file is unreadable)."""
     try:
         first, last = map(int, _RANGE_FILE.read_text().split())
     except (OSError, ValueError):
@@ -194,8 +192,8 @@ def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> Usag
 class PortPool:
     """Ports of a host's tasks, held until the end of the block.
 
-    Holding a port keeps away everyone who asks for any port, but not a server that insists
-    on just this one: another takes the place of one that was taken.
+    A held port is safe from programs that request any port. A server that requests this exact
+    port can still take it. `renewed` then replaces the port.
     """
 
     def __init__(
@@ -212,8 +210,8 @@ class PortPool:
         self._stack.close()
 
     def renewed(self) -> list[HeldPort]:
-        """Return the ports, all of them free now."""
+        """Return the ports, after replacing ports that another server uses."""
         for index in range(len(self._ports)):
-            while not is_port_free(self._ports[index].address):  # those stay held as well
+            while not is_port_free(self._ports[index].address):  # replaced ports stay held
                 self._ports[index] = self._stack.enter_context(self._hold(1)[0])
         return list(self._ports)

@@ -1,7 +1,7 @@
-"""Settings by ``TFDIST_*`` variables, for a job that another launcher starts.
+"""Settings from ``TFDIST_*`` variables, for a job that another launcher starts.
 
-A scheduler knows how many tasks there are and where, and nothing of strategies and ps. These
-variables say the rest. They must have the same values in all tasks of the job.
+A scheduler sets the number and the hosts of the tasks. These variables set the strategy, the
+number of ps and other options. They must have the same values in all tasks of the job.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tfdist.cluster.tf_config import STRATEGIES, JobOptions
 from tfdist.errors import UsageError, require_one_of
 
 LAUNCHED = "TFDIST_JOB"
-"""Set by our own launcher in its tasks, whose TF_CONFIG is the whole truth."""
+"""Variable that tfdist's launcher sets in its tasks. Such a task reads only TF_CONFIG."""
 
 CLUSTER, STRATEGY, PS = "TFDIST_CLUSTER", "TFDIST_STRATEGY", "TFDIST_PS"
 PORTS = "TFDIST_PORTS"
 HOSTS, NODE_RANK, LOCAL_RANK = "TFDIST_HOSTS", "TFDIST_NODE_RANK", "TFDIST_LOCAL_RANK"
 
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
-"""Makes tf.keras Keras 2, the package tf_keras; `import keras` remains Keras 3."""
+"""Variable that makes tf.keras Keras 2 (package tf_keras). `import keras` remains Keras 3."""
 
 RUN_DIR, STARTUP_TIMEOUT_S = "TFDIST_RUN_DIR", "TFDIST_STARTUP_TIMEOUT_S"
 DEVICES_PER_WORKER, MIN_WORKERS = "TFDIST_DEVICES_PER_WORKER", "TFDIST_MIN_WORKERS"
@@ -33,7 +33,7 @@ SPLIT_BYTES, EVALUATOR = "TFDIST_SPLIT_BYTES", "TFDIST_EVALUATOR"
 STAGES = "TFDIST_STAGES"
 
 RESTARTS, UNCOUNTED_RESTARTS = "TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"
-"""How often a task was started before; Kubernetes has two counts of it in an indexed Job."""
+"""Variables with a task's earlier starts. An indexed Job of Kubernetes has two such counts."""
 
 FLAGS = {
     "run_dir": RUN_DIR,
@@ -56,29 +56,29 @@ _COUNTS_OF_RESTARTS = (RESTARTS, UNCOUNTED_RESTARTS, "SLURM_RESTART_COUNT")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSettings(JobOptions):
-    """Settings of a job, from its ``TFDIST_*`` variables: its options and those of its cluster.
+    """Settings of a job from its ``TFDIST_*`` variables: options, number of ps, and ports.
 
     Attributes:
-      ps: how many of the tasks, the last ones, are ps; None for the strategy's default.
-      ports: those that tasks may have; None for any.
+      ps: Number of ps, which are the last tasks (default: 1 under ps, else 0).
+      ports: Ports that tasks may use (default: any).
     """
 
     ps: int | None = None
     ports: range | None = None
 
     def options(self) -> JobOptions:
-        """Return the options alone, as TF_CONFIG has them."""
+        """Return only the options of TF_CONFIG."""
         names = (field.name for field in dataclasses.fields(JobOptions))
         return JobOptions(**{name: getattr(self, name) for name in names})
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """Return how often this task was started before, by the launcher or a scheduler."""
+    """Return the number of earlier starts of this task, counted by a launcher or a scheduler."""
     return sum(integer(environ, name) or 0 for name in _COUNTS_OF_RESTARTS)
 
 
 def from_environ(environ: Mapping[str, str]) -> JobSettings:
-    """Return the settings in `environ`; `UsageError` names the variable that is wrong."""
+    """Return the settings in `environ`. Raise `UsageError` with the name of a wrong variable."""
     _refuse_misspelt(environ)
     strategy = text(environ, STRATEGY) or "auto"
     require_one_of(STRATEGY, strategy, STRATEGIES, code="ENV001")
@@ -102,7 +102,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
 
 
 def legacy_keras(environ: Mapping[str, str]) -> str:
-    """Return a line where tf.keras is not the Keras of tfdist, else nothing."""
+    """Return a warning if tf.keras is Keras 2, which tfdist does not support, else ""."""
     value = environ.get(LEGACY_KERAS, "")
     if value not in ("1", "true", "True"):  # as TensorFlow reads it
         return ""
@@ -113,14 +113,14 @@ def legacy_keras(environ: Mapping[str, str]) -> str:
 
 
 def text(environ: Mapping[str, str], name: str) -> str:
-    """Return the value of a variable without blanks around it; empty where it is not set."""
+    """Return the stripped value of a variable, "" if it is not set."""
     return environ.get(name, "").strip()
 
 
 def integer(
     environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MAX
 ) -> int | None:
-    """Return the value of a variable that is a number, None where it is not set or empty."""
+    """Return the value of an integer variable, None if it is not set or empty."""
     value = text(environ, name)
     if not value:
         return None
@@ -133,7 +133,7 @@ def integer(
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float:
-    """Return a positive number of seconds, by default the startup time-out of the options."""
+    """Return a positive number of seconds (default: the startup timeout of `JobOptions`)."""
     value = text(environ, name)
     try:
         seconds = float(value) if value else JobOptions().startup_timeout_s
@@ -146,7 +146,7 @@ def _seconds(environ: Mapping[str, str], name: str) -> float:
 
 
 def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MAX) -> int:
-    """Return the value of a variable that must be set here; `UsageError` where it is not."""
+    """Return the value of an integer variable. Raise `UsageError` if it is not set."""
     value = integer(environ, name, least=least, most=most)
     if value is None:
         raise missing(name, "a number, as whoever set the variables beside it sets it too")
@@ -160,7 +160,7 @@ def missing(name: str, expected: str) -> UsageError:
 
 
 def contradiction(where: str, received: str, expected: str, fix: str) -> UsageError:
-    """Return the error for variables of a scheduler that do not go together."""
+    """Return the error for a scheduler's variables that contradict each other."""
     return UsageError(where, received=received, expected=expected, fix=fix, code="ENV007")
 
 
@@ -169,7 +169,7 @@ def _wrong(name: str, value: str, expected: str, fix: str) -> UsageError:
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Refuse a variable with a name close to one of ours, which would be ignored."""
+    """Raise UsageError for a misspelt ``TFDIST_*`` variable, which would be ignored."""
     for name in environ:
         if not name.startswith("TFDIST_") or name in NAMES or name == LAUNCHED:
             continue
@@ -198,36 +198,36 @@ _HOLDS_SECRET = re.compile(
     r"|\beyJ[\w-]{5,}\.eyJ[\w-]{5,}\."  # JSON Web Token: two JSON objects in base64
     r"|\b[Bb]earer +[\w.~+/-]{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-    r"|[a-z][a-z0-9+.-]{0,30}://[^/\s:@]*:[^/\s@]+@"  # bounded, or long texts take long
+    r"|[a-z][a-z0-9+.-]{0,30}://[^/\s:@]*:[^/\s@]+@"  # bounded, or long texts are slow
 )
 _ASSIGNMENT = re.compile(
     r"""(?<![\w.-])(?:([\w.-]++)["']?\s*[=:]|(-[\w.-]++)\s)\s*["']?(?=[^\s"'&,;])"""
 )
-"""A value with its name in a text, as in ``?sig=X``, ``{"key": "X"}``, and ``--token X``."""
+"""A name and its value in a text, such as ``?sig=X``, ``{"key": "X"}`` or ``--token X``."""
 _WORD_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def names_a_secret(name: str) -> bool:
-    """Return whether a name is that of a secret, as HF_TOKEN, ``--api_key`` and PGPASSWORD are."""
+    """Return whether a name denotes a secret, such as HF_TOKEN, ``--api_key`` or PGPASSWORD."""
     return bool(_SECRET.search(name))
 
 
 def may_name_a_secret(name: str) -> bool:
-    """Return whether a value of this name is better not shown, as of ``--wandb_key``, ``--auth``.
+    """Return whether to hide the value of this name, such as ``--wandb_key`` or ``--auth``.
 
-    A name such as ``--sort_key`` is among them, so that nothing may be refused for it.
+    It is also True for harmless names such as ``--sort_key``, so never raise an error for it.
     """
     words = _WORD_BOUNDARY.sub("_", name)  # AccountKey
     return names_a_secret(words) or bool(_MAY_BE_SECRET.search(words))
 
 
 def holds_a_secret(text: str) -> bool:
-    """Return whether a text has a token of a known form, or a password in an address."""
+    """Return whether a text contains a token of a known format, or a password in a URL."""
     return bool(_HOLDS_SECRET.search(text))
 
 
 def may_hold_a_secret(text: str) -> bool:
-    """Return whether a text is better not shown: it has a secret, or a value named like one."""
+    """Return whether to hide a text, because it contains a secret or a value named as a secret."""
     return holds_a_secret(text) or any(
         may_name_a_secret(found[1] or found[2]) for found in _ASSIGNMENT.finditer(text)
     )

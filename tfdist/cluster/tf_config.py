@@ -1,7 +1,7 @@
-"""Tasks of a job, their addresses, and TF_CONFIG, by which a launcher tells them to each task.
+"""Tasks of a job, their addresses, and the TF_CONFIG of each task.
 
-TF_CONFIG is what TensorFlow itself reads, a JSON object with ``cluster`` and ``task``, plus our
-options under ``tfdist``, a key that TensorFlow leaves alone.
+TF_CONFIG is a JSON object with ``cluster`` and ``task``, which TensorFlow reads. The key
+``tfdist`` holds tfdist's options. TensorFlow ignores this key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIX_OF_OLD_NAMES = {
     "sparseCluster": "set enableDynamicWorker: false in the TFJob: a sparseCluster lists only some"
     " of the tasks, and each task needs the addresses of all in 'cluster'",
 }
-"""How to correct the names of older platforms (AI Platform, SageMaker, Kubeflow's TFJob)."""
+"""Fixes for names of older platforms (AI Platform, SageMaker, Kubeflow's TFJob)."""
 
 
 @functools.total_ordering
@@ -34,7 +34,7 @@ _FIX_OF_OLD_NAMES = {
 class Task:
     """One process of a job: its type and its index among the tasks of that type.
 
-    Tasks sort as they start: chief, workers, ps, evaluator.
+    Tasks sort in the order chief, workers, ps, evaluator.
     """
 
     type: str
@@ -59,8 +59,8 @@ class Task:
 class ClusterSpec:
     """The addresses, ``host:port``, of all tasks of a job, by type and in order of index.
 
-    Without any address it describes a job of one process. Creating one checks it all, in
-    time linear in the number of tasks, and raises `UsageError` for the first mistake.
+    An empty spec describes a job of one process. The constructor checks all addresses in
+    linear time, and raises `UsageError` for the first mistake.
     """
 
     chief: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class ClusterSpec:
 
     @classmethod
     def from_dict(cls, addresses: Mapping[str, object]) -> ClusterSpec:
-        """Return the spec of ``{task type: list of addresses}``, as TF_CONFIG holds it."""
+        """Return the spec of ``{task type: list of addresses}``, the format of TF_CONFIG."""
         for type_ in addresses:
             fix = _FIX_OF_OLD_NAMES.get(type_, "")
             require_one_of("cluster", type_, TASK_TYPES, fix=fix, code="TFC008")
@@ -86,7 +86,7 @@ class ClusterSpec:
 
     @classmethod
     def of(cls, addresses: Mapping[Task, str]) -> ClusterSpec:
-        """Return the cluster of tasks that have these addresses."""
+        """Return the cluster of ``{task: address}``."""
         lists: dict[str, list[str]] = {}
         for task in sorted(addresses):
             lists.setdefault(task.type, []).append(addresses[task])
@@ -106,11 +106,11 @@ class ClusterSpec:
         return tuple(Task(t, i) for t in TASK_TYPES for i in range(len(self.of_type(t))))
 
     def training_tasks(self) -> tuple[Task, ...]:
-        """Return every task but the evaluator: chief, workers and ps."""
+        """Return the chief, the workers and the ps, without the evaluator."""
         return tuple(task for task in self.tasks() if task.type != "evaluator")
 
     def address(self, task: Task) -> str:
-        """Return where `task` listens; `UsageError` if the cluster has no such task."""
+        """Return the address of `task`. Raise `UsageError` if the cluster has no such task."""
         addresses = self.of_type(task.type)
         if task.index < len(addresses):
             return addresses[task.index]
@@ -124,27 +124,27 @@ class ClusterSpec:
         )
 
     def without_evaluator(self) -> ClusterSpec:
-        """Return the cluster as training tasks see it."""
+        """Return the cluster of the training tasks."""
         if not self.evaluator:
             return self
         return ClusterSpec(chief=self.chief, worker=self.worker, ps=self.ps)
 
     @property
     def kind(self) -> Kind:
-        """Return ``ps`` if there is a ps; else ``multiworker`` if any training task has an
-        address, be it the only one; else ``single``."""
+        """Return ``ps`` if the cluster has a ps, ``multiworker`` if it has another training task,
+        and ``single`` otherwise."""
         if self.ps:
             return "ps"
         return "multiworker" if self.chief or self.worker else "single"
 
     @property
     def chief_task(self) -> Task:
-        """Return the task that writes and decides: the chief, or else worker 0."""
+        """Return the task that writes files: the chief, or worker 0 if there is no chief."""
         return Task("chief", 0) if self.chief else Task("worker", 0)
 
     @property
     def num_replica_tasks(self) -> int:
-        """Return how many tasks compute gradients.
+        """Return the number of tasks that compute gradients.
 
         Under multiworker these are the chief and the workers, under ps the workers.
         """
@@ -204,10 +204,10 @@ def _check_roles(cluster: ClusterSpec) -> None:
 
 
 def _check_not_empty(cluster: ClusterSpec, addresses: Mapping[str, object]) -> None:
-    """Refuse lists that were to say where the training tasks are, and are all empty.
+    """Raise UsageError if the cluster lists training types, and all of these lists are empty.
 
-    Left alone, each process would train by itself. Beside the addresses of other types an empty
-    list is how a template says that there is none of a type, and TensorFlow takes it so too.
+    Otherwise each process would train separately. If another training type has addresses, an empty
+    list is valid: templates and TensorFlow use it for a type without tasks.
     """
     named = [type_ for type_ in addresses if type_ != "evaluator"]
     if named and not cluster.training_tasks():
@@ -227,30 +227,30 @@ _COUNTS = ("devices_per_worker", "threads_per_task", "min_workers", "split_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """Settings of a job that are the same for all its tasks; checked when created."""
+    """Settings shared by all tasks of a job. The constructor checks them."""
 
     strategy: str = "auto"
-    """One of `STRATEGIES`; ``auto`` lets the cluster and the devices decide."""
+    """Strategy, one of `STRATEGIES` (default: ``auto``, from the cluster and the devices)."""
     devices_per_worker: int | None = None
-    """Devices that compute gradients in each task; None takes what the strategy finds."""
+    """Number of devices that compute gradients in each task (default: the strategy's choice)."""
     startup_timeout_s: float = 60.0
-    """How long a task waits for the others before it gives up and names them."""
+    """Seconds that a task waits for other tasks before it raises StartupTimeout (default: 60)."""
     min_workers: int | None = None
-    """With how many workers a job may start when the others do not come; None asks for all."""
+    """Number of workers that a ps job needs to start after the timeout (default: all)."""
     run_dir: str | None = None
-    """Where the job writes; None writes nothing."""
+    """Run directory, to which the job writes its files (default: None, no files)."""
     attempt: int = 1
-    """Which start of the job by its supervisor this is, from 1 on."""
+    """Number of this start of the job, from 1."""
     threads_per_task: int | None = None
-    """CPU threads of each task; None leaves it to the strategy."""
+    """Number of CPU threads of each task (default: the strategy's choice)."""
     evaluator: bool = False
-    """Whether a task beside the training evaluates its checkpoints."""
+    """True if the job has an evaluator, a task that evaluates the checkpoints."""
     split_bytes: int | None = None
-    """Above how many bytes a trainable variable is divided over the ps; None divides none."""
+    """Size in bytes above which a trainable variable is split over the ps (default: no split)."""
     stages: int | None = None
-    """Stages of each pipeline of a job; None for one pipeline of all tasks."""
+    """Number of stages of each pipeline (default: all tasks form one pipeline)."""
     terminal: bool = False
-    """Whether what a task prints is shown on a terminal, where a line may be written over."""
+    """True if the task's output is shown on a terminal, which allows rewriting a line."""
 
     def __post_init__(self) -> None:
         require_one_of("tfdist.strategy", self.strategy, STRATEGIES, code="TFC019")
@@ -284,7 +284,7 @@ class JobOptions:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> JobOptions:
-        """Return the options of ``{name: value}``; `UsageError` for a name it does not have."""
+        """Return the options of ``{name: value}``. Raise `UsageError` for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             require_one_of("tfdist", name, names, code="TFC018")
@@ -300,15 +300,14 @@ VARIABLE = "TF_CONFIG"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
-    """All settings of one task: the cluster, which task of it this is, and the options.
+    """All settings of one task: the cluster, the task itself, and the options.
 
-    A job of one process has an empty cluster and is ``worker-0``. The cluster of a training
-    task never holds the evaluator, which is dropped here: a coordinator that sees one waits
-    for it for ever (tensorflow#46169). That of an evaluator may or may not hold it, as
-    schedulers differ.
+    A job of one process has an empty cluster and the task ``worker-0``. The constructor removes
+    the evaluator from the cluster of a training task. TensorFlow's coordinator would wait for
+    the evaluator for ever (tensorflow#46169). The cluster of an evaluator may contain it.
 
     Raises:
-        UsageError: the cluster has no such task, or is not one for the strategy asked for.
+        UsageError: the cluster does not contain the task, or does not fit the strategy.
     """
 
     cluster: ClusterSpec
@@ -327,7 +326,7 @@ class TaskConfig:
 
 
 def encode(config: TaskConfig) -> str:
-    """Return the value of TF_CONFIG, in ASCII and on one line, that `decode` reads back."""
+    """Return the value of TF_CONFIG for `decode`, as one line of ASCII."""
     return json.dumps(
         {
             "cluster": config.cluster.as_dict(),
@@ -338,12 +337,12 @@ def encode(config: TaskConfig) -> str:
 
 
 def decode(text: str | bytes) -> TaskConfig:
-    """Return the task of a value of TF_CONFIG, ours or a scheduler's.
+    """Return the config in a value of TF_CONFIG, written by tfdist or by a scheduler.
 
-    Other keys than ``cluster``, ``task`` and ``tfdist`` are left alone: schedulers add theirs.
+    Keys other than ``cluster``, ``task`` and ``tfdist`` are ignored, because schedulers add keys.
 
     Raises:
-        UsageError: for anything wrong with it; the message names the place and the fix.
+        UsageError: the value is wrong. The message names the key and the fix.
     """
     try:
         fields = json.loads(text)
@@ -371,17 +370,17 @@ def decode(text: str | bytes) -> TaskConfig:
 
 
 def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return the task of TF_CONFIG in `environ`, or None when it is unset or empty."""
+    """Return the config in TF_CONFIG of `environ`, or None if TF_CONFIG is unset or empty."""
     text = environ.get(VARIABLE, "")
     return decode(text) if text.strip() else None
 
 
 def job_configs(cluster: ClusterSpec, *, options: JobOptions) -> Iterator[TaskConfig]:
-    """Yield the config of each task of a whole job, in the order in which they start.
+    """Yield the config of each task of a job, in the order of the tasks.
 
-    A job of one process has ``worker-0``, and an evaluator if the cluster holds one.
+    A job of one process has ``worker-0``, and an evaluator if the cluster has one.
     """
-    training = cluster.without_evaluator()  # once, and not again for each task
+    training = cluster.without_evaluator()  # computed once for all tasks
     options = replace(options, evaluator=options.evaluator or bool(cluster.evaluator))
     alone = (Task("worker", 0),) if cluster.kind == "single" else ()
     for task in alone + cluster.tasks():
@@ -390,12 +389,12 @@ def job_configs(cluster: ClusterSpec, *, options: JobOptions) -> Iterator[TaskCo
 
 
 def resolved_strategy(config: TaskConfig) -> str:
-    """Return the strategy a task is to use, as far as its config decides it.
+    """Return the strategy that the config gives a task, ``auto`` if the devices decide.
 
-    A strategy that was asked for stays. For ``auto``, a cluster with a ps means ``ps``, any
-    other cluster ``multiworker``, one address alone being a job of size 1. With no cluster
-    the answer is ``auto``: single or mirrored, which the devices decide. An evaluator works
-    by itself beside the cluster, so for it ``ps`` and ``multiworker`` become ``auto`` too.
+    A strategy other than ``auto`` stays. ``auto`` becomes ``ps`` if the cluster has a ps, and
+    ``multiworker`` for any other cluster, even with one address. Without a cluster ``auto``
+    stays, and the devices select single or mirrored. An evaluator is a separate process, so
+    every strategy except single and mirrored becomes ``auto`` for it.
     """
     strategy = config.options.strategy
     if config.task.type == "evaluator":
@@ -442,7 +441,7 @@ def _check_agreement(config: TaskConfig) -> None:
 
 
 def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
-    """Refuse a key that was meant to be ``tfdist``: left alone, its options would be lost."""
+    """Raise UsageError for a misspelt key ``tfdist``. Otherwise its options would be ignored."""
     if "tfdist" in fields:
         return
     for key in fields:
@@ -475,7 +474,7 @@ def _object(value: object, key: str) -> dict[str, object]:
 
 @contextlib.contextmanager
 def _place(name: str) -> Iterator[None]:
-    """Put `name` before the place that an error inside names."""
+    """Prefix `name` to the place in a UsageError raised in the block."""
     try:
         yield
     except UsageError as error:

@@ -1,7 +1,7 @@
 """Cuts of a functional or Sequential model into stages that share its layers and weights.
 
-Where it can be cut, where a step is fastest by the measured times of its parts, and how a stage
-that computes twice is divided once more, to need less memory.
+The module finds the possible cuts, chooses the fastest cuts by the measured times of the parts, and
+divides the stages of ``recompute`` into segments, which saves memory.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _PLACES_A_STAGE = 8
 _LEADS = (0.0, 0.5, 1.0)
 
 MOST_DRAWS = 2**30
-"""Numbers of draws from there on are those of no seed generator."""
+"""First draw number that no seed generator uses."""
 LossOfOutputs = Callable[[list[tf.Tensor]], tf.Tensor]
 """Scalar loss of the model's flat outputs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CutPoint:
-    """A place behind the node of an index, where the model can be cut, and what crosses it."""
+    """Possible cut after the node at `position`, and the tensors that cross it."""
 
     position: int
-    name: str  # of the layer before it
+    name: str  # name of the layer before the cut
     num_tensors: int
-    example_bytes: int  # there and back; an unknown length counts 1
+    example_bytes: int  # in both directions, with 1 for an unknown length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,16 +60,16 @@ class ModelPart:
     """One stage of a model.
 
     Attributes:
-      module: takes a flat list, `received` and then `inputs`; returns a flat list of what it makes.
-        Its layers are the model's own.
-      received: symbolic tensors that come from the stage before.
-      inputs: which of the model's inputs this stage reads by itself, by their index.
-      sent: symbolic tensors that go to the stage after; of the last stage the model's outputs.
-      sources: of each tensor of `sent`, its place in the list of `received`, `inputs` and what
-        `module` makes: some only pass through.
-      nodes: Keras' nodes of its layers' calls.
-      draws: numbers of the draws of the model's seed generators, by their `id`: no two have the
-        same, and they do not go by the cut.
+      module: Keras model of the stage, which shares the layers of the whole model. It maps a flat
+        list of `received` and `inputs` to a flat list of new tensors.
+      received: Symbolic tensors from the previous stage.
+      inputs: Indices of the model's inputs that this stage reads.
+      sent: Symbolic tensors for the next stage. In the last stage, the model's outputs.
+      sources: Index of each tensor of `sent` in the list of `received`, `inputs` and the outputs
+        of `module`. Some tensors only pass through.
+      nodes: Keras' nodes of the calls of its layers.
+      draws: Draw numbers of the model's seed generators, by the generator's `id`. They are unique
+        and do not depend on the cut.
     """
 
     index: int
@@ -84,20 +84,20 @@ class ModelPart:
 
     @property
     def work(self) -> str:
-        """Return what tells its layers, but for their names, and shapes from those of another."""
+        """Return a text that is equal for parts with equal layers and shapes, except names."""
         return repr([self.index == 0, *map(_work, self.nodes)])
 
 
 class LayerGraph:
-    """Calls of layers of a built model, each after those that it depends on.
+    """Calls of layers of a built model, in topological order.
 
     Attributes:
-      functional: what holds its graph; the model itself, or what a Sequential has inside. Layers of
-        models inside the model are in place of those.
-      nodes: Keras' nodes; a layer that is used twice has two.
+      functional: Functional model with the graph: the model, or the inner model of a Sequential.
+        Models inside the model are replaced by their layers.
+      nodes: Keras' nodes. A layer that is called twice has two nodes.
 
     Raises:
-      UsageError: the model has no graph of layers, or a layer that keeps state across examples.
+      UsageError: the model has no graph of layers, or has a layer with ``stateful=True``.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -113,7 +113,7 @@ class LayerGraph:
                 code="no-layer-graph",
             )
         functional, self._inside = _in_place(functional)
-        by_depth = functional._nodes_by_depth  # `operations` loses the calls of a layer used twice
+        by_depth = functional._nodes_by_depth  # `operations` has one call a layer
         nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
         self.nodes: list[Any] = [node for node in nodes if not node.is_input]
         self._inputs = [node for node in nodes if node.is_input]
@@ -145,7 +145,7 @@ class LayerGraph:
 
     @property
     def digest(self) -> str:
-        """What tells the model's layers, shapes and trainable weights from those of another."""
+        """Digest of the model's layer types, output shapes and trainable flags."""
         calls = [
             [type(node.operation).__name__, [t.shape for t in node.output_tensors]]
             + [variable.trainable for variable in _variables(node.operation)]
@@ -154,7 +154,7 @@ class LayerGraph:
         return hashlib.sha256(repr(calls).encode()).hexdigest()[:16]
 
     def places(self) -> list[CutPoint]:
-        """Return the places of cuts, in order, the first of those that the same tensors cross."""
+        """Return the possible cuts in order. If the same tensors cross several, keep the first."""
         found: list[CutPoint] = []
         before: set[int] = set()
         for position in range(len(self.nodes) - 1):
@@ -174,7 +174,7 @@ class LayerGraph:
         return found
 
     def widest_share(self) -> str:
-        """Return which layers, far from each other, share a variable; empty if none do."""
+        """Return a text about the farthest layers that share a variable, "" if there are none."""
         users = self._users
         key = max(users, key=lambda key: users[key][-1] - users[key][0], default=None)
         if key is None or users[key][0] == users[key][-1]:
@@ -187,9 +187,9 @@ class LayerGraph:
         return f"layers {named(names)} share {path!r} and must be in one stage"
 
     def behind_layers(self, names: Sequence[str]) -> list[int]:
-        """Return the positions of cuts behind the (last) call of each named layer.
+        """Return the positions of cuts after the last call of each named layer.
 
-        Behind the last layer of a model inside the model, if that is named.
+        If a name is that of an inner model, cut after the last layer of the inner model.
         """
         last = {
             name: i
@@ -202,17 +202,17 @@ class LayerGraph:
         return sorted(last[name] for name in names)
 
     def crossing(self, position: int) -> list[Any]:
-        """Return the tensors made up to a node and used after it."""
+        """Return the tensors computed up to a node and used after the node."""
         needed = {id(t): t for node in self.nodes[position + 1 :] for t in node.input_tensors}
         needed.update((id(t), t) for t in self.outputs)
         made_by = self._made_by
         return [t for key, t in needed.items() if made_by.get(key, len(self.nodes)) <= position]
 
     def cut(self, positions: Sequence[int]) -> list[ModelPart]:
-        """Return the stages between cuts behind these nodes, in order.
+        """Return the stages between cuts after these nodes, in order.
 
         Raises:
-          UsageError: a cut is at none of the `places`, or a stage has no weights.
+          UsageError: a cut is not possible, or a stage has no trainable weights.
         """
         for position in positions:
             if not self._may_be_cut(position, self.crossing(position)):
@@ -238,7 +238,7 @@ class LayerGraph:
         return self.divided(positions)
 
     def divided(self, positions: Sequence[int]) -> list[ModelPart]:
-        """Return the parts as `cut` does, without a look at their weights."""
+        """Return the parts between cuts after these nodes, without checks."""
         crossing = [self.crossing(position) for position in positions]
         received, sent = [[], *crossing], [*crossing, self.outputs]
         with _graph_kept([*self.nodes, *self._inputs]):
@@ -253,7 +253,7 @@ class LayerGraph:
         used = {id(t) for t in [t for node in mine for t in node.input_tensors] + sent}
         inputs = tuple(i for i, t in enumerate(self.inputs) if id(t) in used)
         given = [*received, *(self.inputs[i] for i in inputs)]
-        # One that only passes through has no place in a model: Keras cannot clone such a graph.
+        # Leave out tensors that only pass through, because Keras cannot clone such a graph.
         made = {id(t): t for t in sent if not any(t is g for g in given)}
         places = {id(t): i for i, t in enumerate([*given, *made.values()])}
         return ModelPart(
@@ -273,14 +273,14 @@ class LayerGraph:
         )
 
     def is_trainable(self, run: slice) -> bool:
-        """Return whether a run of nodes has trainable weights."""
+        """Return whether a slice of nodes has trainable weights."""
         return any(v.trainable for n in self.nodes[run] for v in _variables(n.operation))
 
     def _may_be_cut(self, position: int, tensors: Sequence[Any]) -> bool:
-        """Return whether these tensors may cross a cut behind a node.
+        """Return whether these tensors may cross a cut after a node.
 
-        Keras would take the second call of a layer that made one of them for the input that stands
-        for the tensor (`clone_graph_nodes`).
+        If a layer made one of the tensors and is called again after the cut, Keras would confuse
+        the second call with the part's input (`clone_graph_nodes`).
         """
         makers = {id(t._keras_history.operation) for t in tensors}
         behind = {id(node.operation) for node in self.nodes[position + 1 :]}
@@ -289,12 +289,12 @@ class LayerGraph:
         return is_dense and not divided and not makers & behind
 
     def _models_around(self, node: Any) -> tuple[str, ...]:
-        """Return the names of the models inside the model that a call is in, outermost first."""
+        """Return the names of the inner models that contain a call, outermost first."""
         return self._inside.get(id(node.output_tensors[0]), ())
 
 
 def made_bytes(nodes: Sequence[Any]) -> int:
-    """Return the bytes of one example that calls of layers make."""
+    """Return the size in bytes of the layer calls' outputs for one example."""
     return sum(_bytes(tensor) for node in nodes for tensor in node.output_tensors)
 
 
@@ -303,7 +303,7 @@ def has_mask(tensor: Any) -> bool:
 
 
 def _graph_inside(operation: Any) -> Any:
-    """Return what holds the graph of layers that a model's call computes, None without one."""
+    """Return the functional model that a model's call computes, None if there is none."""
     if getattr(type(operation), "call", None) is keras.Sequential.call:
         return getattr(operation, "_functional", None)
     has_graph = getattr(type(operation), "call", None) is Functional.call
@@ -311,9 +311,9 @@ def _graph_inside(operation: Any) -> Any:
 
 
 def _in_place(functional: Any) -> tuple[Any, dict[int, tuple[str, ...]]]:
-    """Return a graph in which models inside the model are the calls of their layers.
+    """Return a graph in which the calls of their layers replace inner models.
 
-    And the names of the models that a call was in, outermost first, by the `id` of its outputs.
+    Also return the names of a call's inner models, outermost first, by the `id` of its outputs.
     """
     inside: dict[int, tuple[str, ...]] = {}
 
@@ -324,7 +324,7 @@ def _in_place(functional: Any) -> tuple[Any, dict[int, tuple[str, ...]]]:
                 flat = None if inner is None else _inputs_of_call(inner, args, kwargs)
                 if flat is not None:
                     return run(inner, flat, (*around, operation.name))
-                # Without what Keras has added, so that it adds the masks that there are in place.
+                # Drop the arguments that Keras added, so that it adds the current masks.
                 made = operation(*args, **{k: v for k, v in kwargs.items() if _says_more(k, v)})
                 inside.update((id(t), around) for t in keras.tree.flatten(made))
                 return made
@@ -338,16 +338,16 @@ def _in_place(functional: Any) -> tuple[Any, dict[int, tuple[str, ...]]]:
     outputs = run(functional, functional.inputs, ())
     try:
         return Functional(functional._inputs_struct, outputs, name=functional.name), inside
-    except ValueError:  # two layers of one name, which no graph of Keras' may have
+    except ValueError:  # Keras rejects two layers with one name
         return functional, {}
 
 
 @contextlib.contextmanager
 def _graph_kept(nodes: Sequence[Any]) -> Iterator[None]:
-    """Undo the changes that `keras.Model` makes to a graph that it copies a part of.
+    """Undo the changes that `keras.Model` makes to a graph when it copies a part.
 
-    Keras adds nodes to the layers, and points the history of an `Input` that the part reads to such
-    a node (`clone_graph_nodes`). The model that owns the graph could not be saved then.
+    Keras adds nodes to the layers, and sets the history of the part's `Input` tensors to these
+    nodes (`clone_graph_nodes`). Afterwards Keras could not save the model of the graph.
     """
     histories = [(tensor, tensor._keras_history) for node in nodes for tensor in node.outputs]
     operations = {id(node.operation): node.operation for node in nodes}.values()
@@ -365,13 +365,13 @@ def _graph_kept(nodes: Sequence[Any]) -> Iterator[None]:
 
 
 def _says_more(name: str, value: Any) -> bool:
-    """Return whether an argument of a call says more than whether it trains, and without a mask."""
+    """Return whether a call's argument is neither `training` nor an empty mask."""
     leaves = keras.tree.flatten([value])
     return name != "training" and not ("mask" in name and leaves.count(None) == len(leaves))
 
 
 def _inputs_of_call(inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """Return the flat inputs of a call of a model, None where the call does more than take them."""
+    """Return the flat inputs of a model's call, None if the call has other arguments."""
     flat = keras.tree.flatten(list(args))
     plain = len(args) == 1 and not any(_says_more(k, v) for k, v in kwargs.items())
     plain = plain and len(flat) == len(inner.inputs)
@@ -389,7 +389,7 @@ def _variables(operation: Any) -> list[Any]:
 
 def _work(node: Any) -> tuple[Any, ...]:
     config = {"name": node.operation.name}
-    with contextlib.suppress(Exception):  # a layer without a config is like no other
+    with contextlib.suppress(Exception):  # a layer without a config differs from all others
         config = dict(node.operation.get_config(), name=None)
     shapes = [t.shape for t in (*node.input_tensors, *node.output_tensors)]
     return type(node.operation).__name__, config, shapes
@@ -405,12 +405,12 @@ def _example_bytes(tensor: Any) -> int:
 
 
 def _bytes(tensor: Any) -> int:
-    """Return the bytes of one example; an unknown length counts 1."""
+    """Return the size of one example in bytes, with 1 for an unknown length."""
     return math.prod(size or 1 for size in tensor.shape[1:]) * tf.as_dtype(tensor.dtype).size
 
 
 def one_or_list(tensors: list[Any]) -> Any:
-    """Return the only one, or the list: a list of one warns at each call of a model."""
+    """Return the single tensor, or the list. A list of one makes a model's call warn."""
     return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -418,10 +418,10 @@ def one_or_list(tensors: list[Any]) -> Any:
 
 
 def possible_places(graph: LayerGraph, *, num_stages: int) -> list[CutPoint]:
-    """Return the places that are looked at: those that one tensor crosses, or two if they are few.
+    """Return the places crossed by one tensor, or by at most two tensors if there are few places.
 
     Raises:
-      UsageError: the model has fewer of them than cuts.
+      UsageError: the model has fewer such places than cuts.
     """
     every = graph.places()
     places = [place for place in every if place.num_tensors <= _MOST_TENSORS]
@@ -453,22 +453,22 @@ def chosen_places(
     loss_of: LossOfOutputs | None = None,
     counted: bool = False,
 ) -> list[CutPoint]:
-    """Return where to cut so that a step is as fast as it can be, and log it.
+    """Return the cuts with the fastest step, and log them.
 
-    Under 1F1B the first stages wait less than the last ones at the start and at the end of a step,
-    and have more to do for that. Weights stay as they are.
+    Under 1F1B the first stages wait less than the last stages at the start and the end of a step,
+    so they get more work. Weights do not change.
 
     Args:
-      graph: of the model.
-      places: to choose from.
-      num_stages: to make.
-      rows: examples of a micro-batch, at which the parts are timed.
-      micros: micro-batches of a step.
-      schedule: of their passes.
-      keep: ``recompute`` to need less memory for it, and look less closely.
-      inputs: flat inputs of the model, so many rows of a batch; by default zeros and noise.
-      loss_of: of so many rows of flat outputs, computed in the last stage; by default no time.
-      counted: go by the operations of the parts, which are always the same, and not by their time.
+      graph: Graph of the model.
+      places: Possible cuts.
+      num_stages: Number of stages.
+      rows: Examples in a micro-batch, used for the timing.
+      micros: Number of micro-batches in a step.
+      schedule: Schedule of the passes (default: ``1f1b``).
+      keep: With ``recompute``, do not time whole stages, which saves memory (default: ``tape``).
+      inputs: Flat inputs of the model with `rows` rows (default: zeros and noise).
+      loss_of: Loss of the flat outputs, timed in the last stage (default: no loss).
+      counted: True to compare deterministic counts of operations, not times (default: False).
     """
     positions = [place.position for place in places]
     trainable = _with_weights(graph, places)
@@ -478,15 +478,15 @@ def chosen_places(
     ]
     flat = [_example(tensor, rows) for tensor in graph.inputs] if inputs is None else list(inputs)
     parts = _computed(graph, positions, flat)
-    # There and back, as gradients of what is floating.
+    # Both directions: float tensors also send gradients back.
     weights = [
         sum(t.shape.num_elements() * t.dtype.size * (1 + t.dtype.is_floating) for t in received)
         for received in (part.received for part in parts[1:])
     ]
     seconds = _seconds(parts, rows, loss_of, counted=counted)
     chosen, _ = _fastest_cut(seconds, weights, trainable, orders, micros)
-    # Parts have ends that a stage has not, which take time: the more, the larger their tensors are.
-    # `recompute` is there to need less than the activations of a whole stage.
+    # The ends of parts take extra time, which grows with the size of their tensors. So time whole
+    # stages too. With `recompute` a whole stage's activations may not fit into memory.
     if not counted and keep != "recompute":
         stages = _computed(graph, [positions[i] for i in chosen], flat)
         whole = _seconds(stages, rows, loss_of, counted=False)
@@ -511,7 +511,7 @@ def _fastest_cut(
     orders: Sequence[Sequence[Pass]],
     micros: int,
 ) -> tuple[tuple[int, ...], Timeline]:
-    """Return at which of the places a step is the fastest, and how it goes then."""
+    """Return the indices of the fastest cuts, and the timeline of their step."""
     found = []
     for share in _LEADS:
         lead = share / micros
@@ -522,13 +522,13 @@ def _fastest_cut(
 
 
 def _with_weights(graph: LayerGraph, places: Sequence[CutPoint]) -> list[bool]:
-    """Return whether each run of layers between two places has trainable weights."""
+    """Return whether each sequence of layers between two places has trainable weights."""
     bounds = [0, *(place.position + 1 for place in places), len(graph.nodes)]
     return [graph.is_trainable(slice(*ends)) for ends in itertools.pairwise(bounds)]
 
 
 class _Computed(NamedTuple):
-    """A part of the model, and the tensors of a batch that it is given and makes."""
+    """Part of the model, with its input and output tensors for a batch."""
 
     part: ModelPart
     given: list[Any]
@@ -540,22 +540,22 @@ class _Computed(NamedTuple):
 
     @property
     def work(self) -> Any:
-        """Return what tells its passes from those of another."""
+        """Return a key that is equal for parts with equal passes."""
         return self.part.work, self.part.is_last, repr([tuple(t.shape) for t in self.given])
 
 
 def _computed(
     graph: LayerGraph, positions: Sequence[int], inputs: Sequence[Any]
 ) -> list[_Computed]:
-    """Return the parts between the positions; each takes what the parts before have made."""
+    """Return the parts between the positions, computed one after the other."""
     found: list[_Computed] = []
     values: dict[int, Any] = {}
     for part in graph.divided(positions):
         given = [values[id(t)] for t in part.received] + [inputs[i] for i in part.inputs]
-        with keras.StatelessScope():  # nothing that changes is kept
+        with keras.StatelessScope():  # discards state updates
             made = keras.tree.flatten(part.module(one_or_list(given), training=False))
         for tensor in made:
-            with contextlib.suppress(AttributeError):  # a part that is timed gets no masks
+            with contextlib.suppress(AttributeError):  # timing uses no masks
                 del tensor._keras_mask
         values = {id(t): [*given, *made][i] for t, i in zip(part.sent, part.sources, strict=True)}
         found.append(_Computed(part, given, made))
@@ -565,9 +565,9 @@ def _computed(
 def _seconds(
     parts: Sequence[_Computed], rows: int, loss_of: LossOfOutputs | None, *, counted: bool
 ) -> list[float]:
-    """Return the seconds of each part, forward and backward, or its work if that is counted.
+    """Return the seconds of each part's two passes, or the operations if `counted`.
 
-    Those that compute the same, as the blocks of a transformer do, are timed once.
+    Equal parts, such as the blocks of a transformer, are timed once.
     """
     passes_of = {
         each.work: _both_passes(each, rows, loss_of if each.part.is_last else None)
@@ -582,7 +582,7 @@ def _seconds(
         return [work[each.work] for each in parts]
     for both, given in passes_of.values():  # compiles
         both(*given)
-    # In turn, as a machine has moments in which all take longer.
+    # In rounds, because a machine is sometimes slower for all parts.
     rounds = [{each: _timed(*call) for each, call in passes_of.items()} for _ in range(_ROUNDS)]
     return [min(seconds[each.work] for seconds in rounds) for each in parts]
 
@@ -604,9 +604,9 @@ def _both_passes(
     @keras_compat.compiled
     def both(given: list[tf.Tensor], gradients: list[tf.Tensor] | None) -> list[tf.Tensor]:
         received = [x for x in given[:count] if x.dtype.is_floating]
-        with tf.GradientTape() as tape, keras.StatelessScope():  # nothing that changes is kept
+        with tf.GradientTape() as tape, keras.StatelessScope():  # discards state updates
             tape.watch(received)
-            # With it layers compute as they do in the stages.
+            # With the trace, layers compute as in the stages.
             trace = bare_trace(rows, fused=keras_compat.is_fused(module))
             with keras_compat.tracing(trace):
                 outputs = tf.nest.flatten(module(one_or_list(given), training=True))
@@ -615,7 +615,7 @@ def _both_passes(
                 else:
                     outputs = [loss_of([[*given, *outputs][i] for i in part.sources])]
         values = [variable.value for variable in module.trainable_variables]
-        sources = [*values, *received] if outputs else []  # there may be integers alone
+        sources = [*values, *received] if outputs else []  # there may be only integers
         found = tape.gradient(outputs, sources, output_gradients=gradients)
         return [*outputs, *(tf.convert_to_tensor(g) for g in found if g is not None)]
 
@@ -624,7 +624,7 @@ def _both_passes(
 
 
 def _work_in(graph: Any, steps: int) -> int:
-    """Return about how many multiplications and other operations on numbers a graph has.
+    """Return the approximate number of arithmetic operations in a graph.
 
     The body of a loop counts `steps` times.
     """
@@ -638,7 +638,7 @@ def _work_in(graph: Any, steps: int) -> int:
 
 
 def _work_of(operation: tf.Operation) -> int:
-    """Return the numbers that an operation makes, each by what it sums over."""
+    """Return the number of an operation's outputs times the terms of each output's sum."""
     shapes = [tuple(t.shape) if t.shape.rank is not None else () for t in operation.inputs]
     made = sum(t.shape.num_elements() or 0 for t in operation.outputs)
     kind, summed = operation.type, 1
@@ -659,7 +659,7 @@ def _work_of(operation: tf.Operation) -> int:
 
 
 def bare_trace(examples: Any, **more: Any) -> keras_compat.StepTrace:
-    """Return the trace of a step that is only looked at."""
+    """Return the trace of a step for timing and inspection."""
     key = tf.zeros([2], tf.int32)
     return keras_compat.StepTrace(
         num_replicas=1, share=1.0, examples=examples, random_key=key, **more
@@ -677,16 +677,16 @@ def _noise(shape: Any, dtype: Any) -> tf.Tensor:
     return tf.random.stateless_normal(shape, seed=[0, 0], dtype=dtype)
 
 
-# Segments of stages that compute their layers' outputs again, so that few are there at once.
+# Segments of stages that compute activations again, so that few activations use memory at once.
 
 
 def segments_of(
     graph: LayerGraph, positions: Sequence[int], *, kept: Sequence[int]
 ) -> list[list[ModelPart]]:
-    """Return the segments of each stage, with which it needs the least memory.
+    """Return the segments of each stage that need the least memory.
 
-    It holds the inputs of its segments, of as many micro-batches as each stage has `kept`, and what
-    the layers of one segment make.
+    A stage holds the inputs of its segments for `kept` micro-batches, and the outputs of one
+    segment's layers.
     """
     stages = zip(runs(positions, len(graph.nodes)), kept, strict=True)
     inner = [_inner(graph, run, most) for run, most in stages]
@@ -708,6 +708,6 @@ def _inner(graph: LayerGraph, run: slice, kept: int) -> list[int]:
     for count in range(1, min(_MOST_SEGMENTS, len(made)) + 1):
         cut = balanced(made, crossing, stages=count)
         largest = max(sum(made[run]) for run in runs(cut, len(made)))
-        held = kept * sum(crossing[i] for i in cut) // 2  # they count there and back
+        held = kept * sum(crossing[i] for i in cut) // 2  # the bytes count both directions
         found.append((largest + held, cut))
     return [places[i].position for i in min(found)[1]]

@@ -1,8 +1,8 @@
 """Engine of a pipeline job: each task computes its stage of every micro-batch.
 
-All tasks read the same batch, as a function of the step: the first stage its inputs, the last one
-its targets. Between them travel activations and their gradients alone. Every task updates the
-variables of its stage; before anybody looks, all tasks get all of them.
+All tasks read the same batch of a step. The first stage uses the inputs, the last stage the
+targets. The stages exchange only activations and gradients. Every task updates the variables of
+its stage. Before a callback or a checkpoint reads variables, all tasks receive all weights.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _NEAR = 1.2
 
 
 class _StageBatch(NamedTuple):
-    """What a stage reads of a step's batch, which has so many rows."""
+    """A stage's part of a step's batch, and the number of rows."""
 
     rows: tf.Tensor
     data: tuple[dict[int, tf.Tensor], Any, Any]
 
 
 class PipelineEngine(Engine):
-    """Runs blocks of steps, each as the passes of its micro-batches by the schedule."""
+    """Engine that runs each step as the scheduled passes of its micro-batches."""
 
     def __init__(self, job: Job) -> None:
         assert job.stages is not None
@@ -59,7 +59,7 @@ class PipelineEngine(Engine):
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
-        """Run the steps ``[first, last)``. A collective: every task calls it alike."""
+        """Run the steps ``[first, last)``. A collective."""
         staged = self._staged(program, first)
         with self._telling_neighbours():
             if program.training:
@@ -70,11 +70,11 @@ class PipelineEngine(Engine):
                     self._choose_size(staged, program, step, batch)
                 before = staged.values()
                 batches = self._micro_batches(staged, program, step, batch)
-                del batch  # they have all of it
+                del batch  # the micro-batches hold its data
                 if program.training:
                     self._run_passes(staged, step, batches)
                     part = sum(float(micro.share) for micro in batches)
-                    # Gradients are in no variable here, which would keep them for another step.
+                    # A variable here would keep the gradients for another step.
                     staged.update(
                         staged.clipped(
                             self._summed(staged, staged.stage.take_sums(), before, part=part)
@@ -95,7 +95,7 @@ class PipelineEngine(Engine):
                 rows = self._infer(staged.stage, step, batches, loss=False)
                 arrays = [list(map(np.asarray, column)) for column in zip(*rows, strict=True)]
                 columns = list(map(np.concatenate, arrays))
-                if self._job.has_peers:  # of which the last stages alone have some
+                if self._job.has_peers:  # only the last stages have outputs
                     columns = [
                         rows_of_all_tasks(
                             self._job,
@@ -114,10 +114,10 @@ class PipelineEngine(Engine):
         self._staged(program).gather()
 
     def _staged(self, program: StepProgram, step: int | None = None) -> StagedModel:
-        """Return the model in stages, given the next step if any; the first call is a collective.
+        """Return the model in stages. The first call is a collective. `step` is the next step.
 
-        A model that is refused is refused in all tasks, which may then train another one over the
-        same links.
+        If a model is not supported, all tasks raise the error. They can then train another model
+        over the same links.
         """
         model = program.function.__self__  # type: ignore[attr-defined]
         feed = program.feed
@@ -134,7 +134,7 @@ class PipelineEngine(Engine):
         return staged
 
     def _peek(self, feed: Feed, step: int) -> Part:
-        """Return a step's batch before the step; a stream is not read again for the step."""
+        """Return a step's batch before the step. The step reuses a batch read from a stream."""
         if feed.direct:
             return feed.at(tf.constant(step, tf.int64))[0]
         if (feed, step) not in self._peeked:
@@ -153,10 +153,10 @@ class PipelineEngine(Engine):
         *,
         part: float = 0.0,
     ) -> list[tf.Tensor | None]:
-        """Sum what the equal stages of all pipelines have made of a step; return the gradients.
+        """Sum the step's results over the same stage of all pipelines. Return the gradients.
 
-        Metrics grow by what each pipeline has added to them since `before`. So do the layers'
-        statistics, by each one's `part` of the examples: they become the mean of all pipelines'.
+        Add the changes of all pipelines since `before` to the metrics. Weight the changes of the
+        layers' statistics by each pipeline's `part` of the examples, which gives their mean.
         """
         peers, now = self._place.peers, staged.values()
         if peers is None or not (gradients or now):
@@ -183,7 +183,7 @@ class PipelineEngine(Engine):
     def _infer(
         self, stage: Stage, step: int, batches: list[MicroBatch], *, loss: bool
     ) -> list[Tensors]:
-        """Run one step's forward passes; return what the last stage makes of each micro-batch."""
+        """Run one step's forward passes. Return the last stage's output of each micro-batch."""
         found, number = [], tf.constant(step, tf.int64)
         for micro, batch in enumerate(batches):
             one = Pass(True, micro)
@@ -195,7 +195,7 @@ class PipelineEngine(Engine):
     def _choose_size(
         self, staged: StagedModel, program: StepProgram, step: int, batch: _StageBatch
     ) -> None:
-        """Try sizes of micro-batches and keep the fastest, once in a run. A collective."""
+        """Measure sizes of micro-batches and keep the fastest, once a run. A collective."""
         place = self._place
         if place.options.split_size != "auto" or place.chosen.split_size or staged.compares:
             return
@@ -203,12 +203,12 @@ class PipelineEngine(Engine):
         rows = len(program.feed.plan.span(step))
         micros = [1, *(place.count * 2**k for k in range(5))]
         sizes = sorted({-(-rows // (place.pipelines * each)) for each in micros}, reverse=True)
-        for _ in range(2):  # once may be a bad moment: those that come near have a second try
+        for _ in range(2):  # one measurement may be noisy: try near-best sizes again
             for size in sizes:
                 place.chosen.split_size = size
                 took_s = self._timed(staged, program, step, batch)
                 tried[size] = min(took_s, tried.get(size, took_s))
-            near = _NEAR * min(tried.values())  # by the first stage, which ends last
+            near = _NEAR * min(tried.values())  # by the first stage, which finishes last
             sizes = broadcast([size for size in tried if tried[size] <= near])
         fastest = min(tried, key=lambda size: tried[size])
         place.chosen.split_size = int(broadcast(fastest))
@@ -220,10 +220,10 @@ class PipelineEngine(Engine):
     def _timed(
         self, staged: StagedModel, program: StepProgram, step: int, batch: _StageBatch
     ) -> float:
-        """Return the least seconds that a step's passes take; nothing is changed by them."""
+        """Return the fastest time of a step's passes in seconds. Restore changed variables."""
         batches = self._micro_batches(staged, program, step, batch)
         changed = [(v, v.numpy()) for v in (*staged.statistics, *staged.metrics)]
-        # What compiles is left out: one micro-batch of each size, or all where they are one call.
+        # Compile before timing: one micro-batch of each size, or all if they are one call.
         sizes = {int(batch.share * 1e6): batch for batch in batches}
         whole = staged.stage.keep == "compiled"
         self._timed_passes(staged, step, batches if whole else list(sizes.values()))
@@ -265,9 +265,9 @@ class PipelineEngine(Engine):
         return found
 
     def _batch(self, staged: StagedModel, program: StepProgram, step: int) -> _StageBatch:
-        """Return what this stage reads of a step, all of which the chief records if it is to be.
+        """Return this stage's part of a step's batch, and let the observers record the step.
 
-        Of what is a function of the step, nothing else is gathered or transformed.
+        If the batch is a function of the step, only this part is gathered and transformed.
         """
         feed = program.feed
         if not feed.direct:
@@ -291,9 +291,9 @@ class PipelineEngine(Engine):
 
     @contextlib.contextmanager
     def _telling_neighbours(self) -> Iterator[None]:
-        """Tell the neighbouring stages why this one fails; they tell theirs.
+        """Send the reason of a failure to the neighbouring stages, which forward the reason.
 
-        Raises PeerLost also where TensorFlow says that a message inside a graph has failed.
+        Raises PeerLost if TensorFlow reports that a message inside a graph failed.
         """
         links = list(filter(None, (self._links.before, self._links.after)))
         try:
@@ -314,7 +314,7 @@ class PipelineEngine(Engine):
 
 @functools.cache
 def links_of(place: Stages) -> tuple[StageLink | None, StageLink | None]:
-    """Return the links to the stages before and after; the same for all engines of a process."""
+    """Return the links to the previous and next stage, shared by all engines of a process."""
     before, after = (
         None if end is None else StageLink(end, name=place.names[index])
         for end, index in ((place.before, place.index - 1), (place.after, place.index + 1))

@@ -1,8 +1,8 @@
 """Link between two neighbouring stages: arrays in both directions over one socket.
 
-A thread sends what is queued and another one receives ahead, so that a stage computes while its
-tensors travel. How many wait is bounded by the schedule, which both ends know. Works with arrays
-and loads no TensorFlow.
+One thread sends queued messages and one thread receives in advance, so that a stage computes during
+transfers. The schedule, which both ends know, bounds the number of queued messages. The module uses
+arrays and does not import TensorFlow.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ERROR = "error"
 
 
 class StageLink:
-    """One end of a link: a socket that is connected to the neighbour of this name."""
+    """One end of a link: a socket connected to the neighbour with this name."""
 
     def __init__(self, end: socket.socket, *, name: str) -> None:
         self._end, self._name = end, name
-        self.lost = ""  # why nothing more can be received
+        self.lost = ""  # reason of a failure, or ""
         self._out: queue.SimpleQueue[tuple[str, Sequence[np.ndarray]]] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         end.setblocking(True)
@@ -39,18 +39,18 @@ class StageLink:
             threading.Thread(target=work, name=f"tfdist-link-{name}", daemon=True).start()
 
     def send(self, tag: str, arrays: Sequence[np.ndarray]) -> None:
-        """Queue a message; the arrays must not change any more."""
+        """Queue a message. The arrays must not change afterwards."""
         self._out.put((tag, arrays))
 
     def receive(self, tag: str) -> list[np.ndarray]:
-        """Return the arrays of the next message, which is of this tag.
+        """Return the arrays of the next message, which must have this tag.
 
         Raises:
-          PeerLost: the neighbour has gone, has failed, or is at another message.
+          PeerLost: the neighbour exited, failed, or sent a message with another tag.
         """
         if self.lost:
             raise PeerLost(self.lost)
-        phases.set_at_sum(True)  # who hangs is the one that waits for nobody
+        phases.set_at_sum(True)  # a task in a wait is not the cause of a hang
         try:
             found, arrays = self._inbox.get()
         finally:
@@ -64,7 +64,7 @@ class StageLink:
         raise PeerLost(self.lost)
 
     def fail(self, reason: str) -> None:
-        """Tell the neighbour why this end cannot go on; what was queued goes first."""
+        """Send the reason of a failure to the neighbour, after all queued messages."""
         self._out.put((_ERROR, [np.frombuffer(reason.encode(), np.uint8)]))
 
     def _send_all(self) -> None:
@@ -76,7 +76,7 @@ class StageLink:
                 self._end.sendall(_LENGTH.pack(len(header)) + header)
                 for array in whole:
                     self._end.sendall(array.reshape(-1).view(np.uint8).data)
-        except OSError as error:  # the receiving thread has the neighbour's own words
+        except OSError as error:  # the receiving thread has the neighbour's message
             _LOG.debug("%s: %s", self._name, error)
 
     def _receive_all(self) -> None:

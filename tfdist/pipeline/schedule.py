@@ -1,6 +1,6 @@
-"""Schedule of a step: the order of each stage's passes, and where to cut so that it is fast.
+"""Schedule of a step: the order of each stage's passes, and the choice of fast cuts.
 
-Pure: each stage knows its order, and those of all others, before anything runs.
+All functions are pure. Each stage computes the orders of all stages before the first pass.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tfdist.errors import require, require_one_of
 
 SCHEDULES = ("1f1b", "gpipe", "serial")
 _AHEAD = 2
-"""Micro-batches in flight under 1f1b beyond the least, which hide the links' time."""
+"""Extra micro-batches in flight under 1f1b, which hide the links' time."""
 _TOLERANCE = 0.03
 
 
 class Pass(NamedTuple):
-    """One pass of a stage: forward or backward, of which micro-batch."""
+    """One pass of a stage: its direction and the index of its micro-batch."""
 
     forward: bool
     micro: int
@@ -30,11 +30,11 @@ class Pass(NamedTuple):
 def passes(kind: str, *, stage: int, stages: int, micros: int) -> list[Pass]:
     """Return the passes of a stage in a step, in their order.
 
-    Backward passes come by the number of their micro-batch in every schedule, so that sums of
-    gradients have the same bits in all of them.
+    In every schedule the backward passes have the order of their micro-batches, so the sums of
+    gradients have the same bits.
 
-    The schedule ``1f1b`` keeps the activations of two micro-batches more than there are stages
-    left, ``gpipe`` of all; ``serial`` runs one micro-batch at a time.
+    ``1f1b`` keeps the activations of two micro-batches more than the number of remaining stages.
+    ``gpipe`` keeps the activations of all. ``serial`` runs one micro-batch at a time.
     """
     require_one_of("schedule", kind, SCHEDULES)
     if kind == "gpipe":
@@ -50,9 +50,9 @@ def passes(kind: str, *, stage: int, stages: int, micros: int) -> list[Pass]:
 
 
 def micro_sizes(batch: int, *, split_size: int) -> list[int]:
-    """Return the examples of each micro-batch: as few of at most `split_size` as there can be.
+    """Return the sizes of the fewest micro-batches with at most `split_size` examples each.
 
-    They differ by one at the most; each counts by its share of the batch.
+    The sizes differ by at most one. The loss weights a micro-batch by its share of the batch.
     """
     count = max(1, -(-batch // split_size))
     bounds = [batch * k // count for k in range(count + 1)]
@@ -60,10 +60,10 @@ def micro_sizes(batch: int, *, split_size: int) -> list[int]:
 
 
 class Timeline(NamedTuple):
-    """How a step goes."""
+    """Simulated duration of a step."""
 
-    makespan_s: float  # from the first pass to the last one's end
-    bubble: float  # the part of all stages' time in which they wait, from 0 to 1
+    makespan_s: float  # from the start of the first pass to the end of the last
+    bubble: float  # fraction of all stages' time spent waiting, 0 to 1
 
 
 def timeline(
@@ -72,7 +72,7 @@ def timeline(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
 ) -> Timeline:
-    """Return how a step goes when each stage follows its order, given its times of a pass."""
+    """Simulate a step from the order of each stage's passes and the times of a pass."""
     stages = len(orders)
     done, free_s = [0] * stages, [0.0] * stages
     ended: dict[tuple[int, Pass], float] = {}
@@ -87,7 +87,7 @@ def timeline(
                     start_s = ended.get((stage, Pass(True, this.micro)))
                 else:
                     start_s = ended.get((stage + 1, this))
-                if start_s is None:  # what it needs is not there yet
+                if start_s is None:  # its input is not computed yet
                     break
                 lasts = forward_s[stage] if this.forward else backward_s[stage]
                 free_s[stage] = max(start_s, free_s[stage]) + lasts
@@ -100,11 +100,11 @@ def timeline(
 
 
 def most_kept(order: Sequence[Pass]) -> int:
-    """Return of how many micro-batches a stage keeps activations at a time."""
+    """Return the maximum number of micro-batches with kept activations in a stage."""
     return max(itertools.accumulate(1 if one.forward else -1 for one in order), default=0)
 
 
-# Balance: at which places to cut, so that the slowest stage is as fast as it can be.
+# Balance: the choice of cuts with the fastest slowest stage.
 
 
 def balanced(
@@ -115,27 +115,26 @@ def balanced(
     trainable: Sequence[bool] | None = None,
     lead: float = 0.0,
 ) -> tuple[int, ...]:
-    """Return which of the places to cut at, in order.
+    """Return the indices of the places to cut at, in order.
 
-    The slowest stage is as fast as it can be, where each has `lead` of the seconds of those before
-    it besides its own; of the cuts within 3 % of that, those that the fewest bytes cross,
-    and of these the fastest.
+    The cuts minimize the time of the slowest stage. A stage's time is its own seconds plus `lead`
+    times the seconds of all stages before it. Among cuts within 3 % of the minimum, choose the cuts
+    with the fewest crossing bytes, and among these the fastest.
 
     Args:
-      seconds: of each run of layers between two places, forward and backward; one more than places.
-      crossing_bytes: of each place.
-      stages: how many to make.
-      trainable: whether each run has trainable weights, of which each stage needs some; by default
-        all have.
-      lead: what a stage waits for those before it, at the start and at the end of a step: of M
-        micro-batches 1 / M.
+      seconds: Time of each run of layers between two places. It has one more item than the places.
+      crossing_bytes: Bytes that cross each place.
+      stages: Number of stages.
+      trainable: Whether each run has trainable weights (default: all). Each stage needs some.
+      lead: Fraction of the earlier stages' time that a stage waits at the start and end of a step
+        (default: 0). It is 1 / M for M micro-batches.
 
     Raises:
       UsageError: there are fewer places than cuts.
     """
     with_weights = [True] * len(seconds) if trainable is None else trainable
     require_enough(with_weights, stages=stages)
-    # Of each end the seconds, and the runs with weights, that are before it.
+    # For each end: the seconds, and the number of runs with weights, before the end.
     sums = [(0.0, 0), *zip(*map(itertools.accumulate, (seconds, with_weights)), strict=True)]
     ends = [end for end, _ in sums]
     pairs = itertools.combinations(ends, 2)
@@ -157,7 +156,7 @@ def balanced(
 
 
 def runs(cut: Sequence[int], count: int) -> list[slice]:
-    """Return which of `count` parts each stage has."""
+    """Return the slice of the `count` parts that each stage has."""
     return list(itertools.starmap(slice, itertools.pairwise([0, *(i + 1 for i in cut), count])))
 
 
@@ -168,7 +167,7 @@ def require_enough(
     reason: str = "",
     fix: str = "ask for fewer stages",
 ) -> None:
-    """Raise UsageError where a model has fewer places than cuts, by the runs between places."""
+    """Raise UsageError if the model has fewer places than cuts."""
     places = max(0, sum(with_weights) - 1)
     require(
         stages <= places + 1,
@@ -187,14 +186,14 @@ def _cheapest(
     lead: float,
     limit: float,
 ) -> tuple[int, tuple[int, ...]] | None:
-    """Return the fewest bytes, and the cuts, with which no stage takes longer than `limit`."""
+    """Return the fewest bytes and their cuts, if every stage's time is at most `limit`."""
     last, within = len(sums) - 1, limit * (1 + 1e-9)
 
     def is_stage(start: int, end: int) -> bool:
         (low, weights_before), (high, weights_then) = sums[start], sums[end]
         return weights_before < weights_then and high - low + lead * low <= within
 
-    # By where the stages so far end; the cut behind the run before that has its index.
+    # Best cuts by the end of the stages so far. A cut has the index of the run before it.
     found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, stages):
         found = {

@@ -1,12 +1,11 @@
 """Stage: forward and backward passes of one part of a model, and its sums of gradients.
 
-A pass is a compiled function; which one comes when, the schedule says in Python. Between the two
-passes of a micro-batch an eager `tf.GradientTape` keeps the activations, as tensors of the compiled
-forward pass, or the inputs are kept and the forward pass is computed again: of one segment of the
-stage after the other, so that the activations of one alone are there (Chen et al., 2016,
-arXiv:1604.06174). Where one pass comes right after the other they are one function, which holds no
-more of the gradients than it must. A whole step is one function where it is to be, or has one
-micro-batch: its passes come in the same loop, in whose graph each waits for the one before.
+A pass is a compiled function, and a Python loop runs the passes in the order of the schedule.
+Between the two passes of a micro-batch, an eager `tf.GradientTape` keeps the activations. With
+``recompute`` the stage keeps only inputs and computes the forward pass again, segment by segment.
+Then only one segment's activations use memory (Chen et al., 2016, arXiv:1604.06174). If a backward
+pass directly follows its forward pass, one function computes both. With ``compiled``, or with one
+micro-batch, one function computes the whole step. In its graph the passes run in sequence.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ from tfdist.pipeline.union import release
 from tfdist.training import keras_compat
 
 _TRACED_ROWS = 8, 16
-"""Batch sizes with which a part is traced to find the losses with an axis of the batch."""
+"""Batch sizes for traces of a part, which find losses with a batch axis."""
 
 Tensors = list[tf.Tensor]
 LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
-"""Loss of a micro-batch, of what the last stage returns and the losses that layers have added."""
+"""Loss of a micro-batch, from the last stage's outputs and the losses added by layers."""
 
 
 class MicroBatch(NamedTuple):
-    """What a stage reads of a micro-batch by itself; targets and weights in the last stage."""
+    """Data of a micro-batch that a stage reads. Only the last stage has targets and weights."""
 
-    inputs: dict[int, tf.Tensor]  # of the model, by their index
-    share: tf.Tensor  # examples / examples of the step, scalar float32
-    random_key: tf.Tensor  # of (seed, step, micro-batch), int32 [2]
+    inputs: dict[int, tf.Tensor]  # the model's inputs by index
+    share: tf.Tensor  # fraction of the step's examples, scalar float32
+    random_key: tf.Tensor  # from seed, step and micro-batch, int32 [2]
     targets: Any = None
     weights: Any = None
 
 
 class Received(NamedTuple):
-    """Activations that a stage receives, their Keras masks, and the losses added before it."""
+    """Received activations, their Keras masks, and the losses added by earlier stages."""
 
     tensors: Tensors
     masks: Tensors
@@ -55,7 +54,7 @@ class Received(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Kept:
-    """What is kept of a micro-batch from its forward to its backward pass."""
+    """Data of a micro-batch kept from its forward pass to its backward pass."""
 
     batch: MicroBatch
     received: Received
@@ -65,18 +64,18 @@ class _Kept:
 
 
 class Stage:
-    """Computes one stage of a model. Passes of several micro-batches may be under way.
+    """Computation of one stage of a model. Several micro-batches may be in flight.
 
     Args:
-      parts: of the model: the stage, or its segments in the order in which they compute. Of
-        several, all but the last keep their inputs alone and compute the rest again.
-      keep: ``tape`` keeps activations, ``compiled`` does so inside one call for the whole step,
-        ``recompute`` computes them again; ``nothing`` has the last segment do both passes of a
-        micro-batch at once, for schedules in which they follow each other.
-      loss_of: of the last stage; traced in the forward pass, where it may update metrics.
-      scaled: of a loss, what gradients are taken of.
-      micros: returns the number of micro-batches of a whole step.
-      check: called when a pass that trains is traced.
+      parts: The stage, or its segments in order. With several segments, every segment except the
+        last keeps only its inputs and computes its activations again.
+      keep: ``tape`` keeps activations. ``compiled`` keeps them inside one call for the whole step.
+        ``recompute`` computes them again. ``nothing`` lets the last segment run both passes of a
+        micro-batch in one call.
+      loss_of: Loss function of the last stage, traced in the forward pass. It may update metrics.
+      scaled: Function that scales a loss before the gradients.
+      micros: Function that returns the number of micro-batches of a whole step.
+      check: Function called when a training pass is traced.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Stage:
         of_all: dict[str, Any] = {"scaled": scaled, "micros": micros, "check": check}
         self.segments = [Segment(part, keep="recompute", **of_all) for part in before]
         self.segments.append(Segment(last, keep=keep, loss_of=loss_of, **of_all))
-        # The trainable ones, in the order of `take_sums`.
+        # The trainable variables, in the order of `take_sums`.
         self.variables = [v for segment in self.segments for v in segment.variables]
         self.inputs = sorted({i for part in parts for i in part.inputs})
         self.is_last = last.is_last
@@ -103,9 +102,9 @@ class Stage:
     def run(
         self, step: int, order: Sequence[Pass], batches: Sequence[MicroBatch], *, links: StageLinks
     ) -> None:
-        """Run the passes of a step in their order; `take_sums` has what comes of them."""
+        """Run the passes of a step in their order. `take_sums` returns the gradients."""
         given = tf.constant(step, tf.int64), tuple(order), list(batches)
-        # Of one micro-batch, both passes in one call take less time than in two.
+        # With one micro-batch, one call for both passes is faster than two calls.
         if self.keep == "compiled" or (self.keep == "tape" and len(batches) == 1):
             (whole,) = self.segments
             if self._whole_step is None:
@@ -117,11 +116,11 @@ class Stage:
     def _run(
         self, links: StageLinks, step: tf.Tensor, order: Sequence[Pass], batches: list[MicroBatch]
     ) -> list[tf.Tensor | None]:
-        """Run the passes; return the sums of the gradients where it is traced."""
+        """Run the passes. If traced, return the sums of the gradients."""
         whole, before = self.segments[-1], list[Any]()
         whole.traced_sums = [None] * len(whole.variables)
         for one in order:
-            with tf.control_dependencies(before):  # which is for a graph; else nothing is to wait
+            with tf.control_dependencies(before):  # has an effect only in a graph
                 # The types and shapes of the message, for a graph.
                 like = self.segments[0].received if one.forward else whole.sent(one.micro)
                 message = links.receive(step, one, like=like)
@@ -135,46 +134,46 @@ class Stage:
         return whole.traced_sums
 
     def forward(self, micro: int, batch: MicroBatch, message: Tensors) -> Tensors:
-        """Run a forward pass; return the message for the next stage, or the scalar loss.
+        """Run a forward pass. Return the message for the next stage, or the scalar loss.
 
-        `message` is that of the stage before, empty in the first. The loss is the micro-batch's, by
-        its share of the step.
+        `message` is from the previous stage, or empty in the first stage. The loss is weighted by
+        the micro-batch's share of the step.
         """
         for segment in self.segments:
             message = segment.forward(micro, batch, message)
         return message
 
     def backward(self, micro: int, gradients: Tensors) -> Tensors:
-        """Run a backward pass, and add to the sums; return the message for the stage before.
+        """Run a backward pass, and add to the sums. Return the message for the previous stage.
 
-        `gradients` are those of the floating tensors that were sent, none in the last stage.
+        `gradients` are the gradients of the sent float tensors. The last stage has none.
         """
         for segment in reversed(self.segments):
             gradients = segment.backward(micro, gradients)
         return gradients
 
     def infer(self, batch: MicroBatch, message: Tensors, *, loss: bool) -> Tensors:
-        """Run a forward pass without training; the last stage returns the loss or the outputs."""
+        """Run a forward pass without training. The last stage returns the loss or the outputs."""
         for segment in self.segments:
             run = segment.evaluate if loss else segment.predict
             message = run(batch, segment.unpacked(message))
         return message
 
     def take_sums(self) -> list[tf.Tensor | None]:
-        """Return the sum of the gradients of each trainable variable, and begin anew.
+        """Return the sum of the gradients of each trainable variable, and reset the sums.
 
-        None where no loss depends on the variable.
+        The sum is None if no loss depends on the variable.
         """
         return [total for segment in self.segments for total in segment.take_sums()]
 
     def forget(self) -> None:
-        """Forget what passes under way have kept, and the sums."""
+        """Discard the data of unfinished micro-batches, and the sums."""
         for segment in self.segments:
             segment.forget()
 
 
 class Segment:
-    """Computes one part of a model: a stage, or a run of its layers. Arguments as of `Stage`."""
+    """Computation of a stage or of a sequence of its layers. The arguments are those in `Stage`."""
 
     def __init__(
         self,
@@ -194,15 +193,15 @@ class Segment:
         self._loss_of = loss_of
         self._values = [variable.value for variable in self.variables]
         self._sums: list[tf.Variable] = []
-        self.traced_sums: list[tf.Tensor | None] = []  # of a step that is traced
-        self.step_sums: list[tf.Tensor | None] = []  # which a whole step has returned
-        self._summed: set[int] = set()  # those that a loss depends on, known when it is traced
+        self.traced_sums: list[tf.Tensor | None] = []  # only while a step is traced
+        self.step_sums: list[tf.Tensor | None] = []  # returned by a compiled step
+        self._summed: set[int] = set()  # variables that a loss depends on, found by tracing
         self._summing = False
         self._kept: dict[int, _Kept] = {}
         self._axes = keras_compat.BatchAxes()
         self._masked = [i for i, t in enumerate(part.received) if has_mask(t)]
         masks = [t._keras_mask for t in part.received if has_mask(t)]
-        # The types and shapes of the message that a forward pass begins with.
+        # The types and shapes of the message that a forward pass receives.
         self.received = [*part.received, *masks, tf.TensorSpec([], tf.float32)]
         self._forward = keras_compat.compiled(self._traced_forward)
         self._backward_again = keras_compat.compiled(self._traced_backward)
@@ -211,14 +210,14 @@ class Segment:
         self.evaluate = keras_compat.compiled(partial(self._traced_inference, loss_of=loss_of))
 
     def unpacked(self, message: Tensors) -> Received:
-        """Return what the message of what computes before this holds; empty for the first."""
+        """Return the parts of the previous segment's message, empty for the first segment."""
         if not message:
             return Received(tensors=[], masks=[], added=tf.constant(0.0))
         count = len(self.part.received)
         return Received(tensors=message[:count], masks=message[count:-1], added=message[-1])
 
     def sent(self, micro: int) -> Tensors:
-        """Return the floating tensors that a forward pass has sent, as far as they are kept."""
+        """Return the float tensors that a forward pass sent, if they are kept."""
         count = sum("float" in t.dtype for t in self.part.sent)
         return self._kept[micro].targets[:count]
 
@@ -245,7 +244,7 @@ class Segment:
         if kept.tape is None:
             self._begin_sums()
             return self._backward_again(kept.batch, kept.received, gradients)
-        with keras_compat.adding_in_order():  # what the tape runs was traced with the first pass
+        with keras_compat.adding_in_order():  # the first pass traced these operations
             own, back = self._gradients(kept.tape, kept.targets, kept.received, gradients)
         if tf.executing_eagerly():
             self._begin_sums()
@@ -273,7 +272,7 @@ class Segment:
         self._summing = False
 
     def _begin_sums(self) -> None:
-        """Have sums of zeros, where none are under way."""
+        """Set the sums to zeros at the first pass of a step."""
         if self._summing:
             return
         self._summing = True
@@ -294,7 +293,7 @@ class Segment:
         with keras_compat.pools_again():
             outputs, added = self._run(batch, received, training=True, loss_of=self._loss_of)
         if self.part.is_last:
-            loss = outputs[0] * batch.share  # what stages before have added has its gradient there
+            loss = outputs[0] * batch.share  # earlier stages add their losses' gradients
             return [loss], [self._scaled(loss)]
         targets = [t for t in outputs if t.dtype.is_floating]
         if added is not None:
@@ -314,8 +313,8 @@ class Segment:
     ) -> Tensors:
         with tf.GradientTape() as tape:
             tape.watch([t for t in received.tensors if t.dtype.is_floating])
-            # The first pass has updated statistics and metrics; what this one writes is dropped.
-            # A regularizer sees None for a variable that such a scope has no value of.
+            # The first pass has updated statistics and metrics. Updates of this pass are dropped.
+            # A regularizer reads None for a variable that has no value in such a scope.
             weights = [(variable, variable.value) for variable in self.variables]
             with keras.StatelessScope(state_mapping=weights, collect_losses=True):
                 _, targets = self._traced_forward(batch, received)
@@ -326,7 +325,7 @@ class Segment:
     def _traced_inference(
         self, batch: MicroBatch, received: Received, *, loss_of: LossOf | None
     ) -> Tensors:
-        """Return the message, or the model's flat outputs or the scalar loss; without training."""
+        """Return the message, the model's flat outputs, or the scalar loss, without training."""
         outputs, added = self._run(batch, received, training=False, loss_of=loss_of)
         return outputs if self.part.is_last else self._message(outputs, received, added)
 
@@ -338,8 +337,8 @@ class Segment:
         training: bool,
         loss_of: LossOf | None = None,
     ) -> tuple[Tensors, tf.Tensor | None]:
-        """Return the outputs, or the loss alone, and the sum of the losses that layers add."""
-        # An eager tape would have the backward function make gradients of all that a pass is given.
+        """Return the outputs or the loss, and the sum of the losses added by layers."""
+        # With an eager tape, the backward function would compute gradients of all arguments.
         # Ragged and sparse inputs have no gradient.
         own = [batch.inputs[i] for i in self.part.inputs]
         own = tf.nest.map_structure(tf.stop_gradient, own, expand_composites=True)
@@ -363,7 +362,7 @@ class Segment:
         )
         with keras_compat.tracing(trace):
             outputs = keras.tree.flatten(module(one_or_list(inputs), training=training, **given))
-            for index in self._masked:  # one may pass through
+            for index in self._masked:  # an input may pass through
                 inputs[index]._keras_mask = masks[index]
             outputs = [[*inputs, *outputs][i] for i in self.part.sources]
             losses = self._added(module.losses, inputs, trace)
@@ -380,7 +379,7 @@ class Segment:
     def _added(
         self, losses: Sequence[tf.Tensor], inputs: Tensors, trace: keras_compat.StepTrace
     ) -> Tensors:
-        """Return the losses that layers add, each by its part of the step's loss."""
+        """Return the losses added by layers, each weighted by its part of the step's loss."""
         several = [loss.shape.rank != 0 for loss in losses]
         if any(several) and self._axes.shapes is None:
             with tf.init_scope():
@@ -396,7 +395,7 @@ class Segment:
         ]
 
     def _added_shapes(self, inputs: Tensors, rows: int) -> list[tf.TensorShape]:
-        """Return the shapes of the losses that layers add to a micro-batch of so many rows."""
+        """Return the shapes of the losses that layers add to a micro-batch of `rows` rows."""
         shapes: list[tf.TensorShape] = []
 
         def call(given: Tensors) -> None:
@@ -405,7 +404,7 @@ class Segment:
                 shapes.extend(loss.shape for loss in self.part.module.losses)
 
         specs = [_spec_of(tensor, rows=rows) for tensor in inputs]
-        with contextlib.suppress(Exception):  # of a model for batches of one size
+        with contextlib.suppress(Exception):  # the model may need a fixed batch size
             keras_compat.compiled(call).get_concrete_function(specs)
         return shapes
 
@@ -417,14 +416,14 @@ class Segment:
     def _gradients(
         self, tape: tf.GradientTape, targets: Tensors, received: Received, gradients: Tensors
     ) -> tuple[list[tf.Tensor | None], Tensors]:
-        """Return the gradients of the variables, and those of the floating tensors received."""
+        """Return the gradients of the variables and of the received float tensors."""
         sources = [t for t in received.tensors if t.dtype.is_floating]
-        ones = [tf.ones_like(t) for t in targets[len(gradients) :]]  # a loss of its own
+        ones = [tf.ones_like(t) for t in targets[len(gradients) :]]  # an added loss
         found = tape.gradient(
             targets, [*self._values, *sources], output_gradients=[*gradients, *ones]
         )
         count = len(self._values)
-        # Those of an Embedding are IndexedSlices, which do not add.
+        # Gradients of an Embedding are IndexedSlices, which cannot be added.
         own = [None if g is None else tf.convert_to_tensor(g) for g in found[:count]]
         back = zip(found[count:], sources, strict=True)
         return own, [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for g, s in back]
@@ -439,9 +438,9 @@ def _spec_of(tensor: Any, *, rows: int) -> Any:
 
 
 def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:
-    """Return the Keras mask of a tensor that has one where it is symbolic.
+    """Return the Keras mask of a tensor with a symbolic mask.
 
-    Keras loses some where it computes, as behind a MultiHeadAttention: nothing is masked then.
+    Keras drops some masks in computation, for example after MultiHeadAttention. Then mask nothing.
     """
     mask = getattr(output, "_keras_mask", None)
     if mask is None:
@@ -449,22 +448,22 @@ def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:
     return mask
 
 
-# Messages of a stage's passes, to and from the stages beside it; also from inside a graph.
+# Messages between the passes of neighbouring stages, also from inside a graph.
 #
-# There `tf.numpy_function` holds a thread of TensorFlow's while it waits for a message, which is
-# why each pass of a traced step waits for the one before it: there is one such call at a time.
+# In a graph `tf.numpy_function` blocks a TensorFlow thread while it waits for a message. Each pass
+# of a traced step therefore waits for the previous pass, so that only one such call runs.
 
 
 class StageLinks:
-    """The links to the stage before, None in the first, and after, None in the last."""
+    """Links to the previous stage (None in the first) and the next stage (None in the last)."""
 
     def __init__(self, before: StageLink | None, after: StageLink | None) -> None:
         self.before, self.after = before, after
 
     def receive(self, step: tf.Tensor, one: Pass, *, like: Sequence[Any] = ()) -> Tensors:
-        """Return the message that a pass begins with; empty at an end of the pipeline.
+        """Return the message that a pass needs, empty at an end of the pipeline.
 
-        `like` tells the types and shapes of its tensors, for a graph.
+        In a graph, `like` sets the types and shapes of the tensors.
         """
         link = self.before if one.forward else self.after
         if link is None:
@@ -482,7 +481,7 @@ class StageLinks:
         return message
 
     def send(self, step: tf.Tensor, one: Pass, message: Tensors) -> Tensors:
-        """Send what a pass has made; return what is there, in a graph, when that is done."""
+        """Send the results of a pass. In a graph, return a tensor that is set after the send."""
         link = self.after if one.forward else self.before
         if link is None:
             return []
@@ -492,7 +491,7 @@ class StageLinks:
             return []
 
         def send(step: Any, *arrays: Any) -> Any:
-            # TensorFlow uses its memory again when this returns.
+            # Copy, because TensorFlow reuses the memory after the return.
             link.send(_tag(step, one), [np.array(array) for array in arrays])
             return np.int32(0)
 
@@ -500,5 +499,5 @@ class StageLinks:
 
 
 def _tag(step: Any, one: Pass) -> str:
-    """Return what tells a pass's message from all others of a run."""
+    """Return the unique tag of a pass's message."""
     return f"step {int(step)} {'forward' if one.forward else 'backward'} {one.micro}"

@@ -1,4 +1,4 @@
-"""A compiled model in stages, as one task has it: its stage, losses, metrics and optimizer."""
+"""One task's view of a compiled model in stages: its stage, losses, metrics and optimizer."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ _NAME = "_tfdist_stages"
 _OWN = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
 FirstBatch = Callable[[], Any] | None
-"""Returns the data of the first batch; a look at it changes nothing. None before any step."""
+"""Function that returns the first batch without side effects, None if no step follows."""
 
 
 class StagedModel:
-    """The whole model, of which this task computes and updates one stage.
+    """Whole model, of which this task computes and updates one stage.
 
-    Making one is a collective: all tasks cut where the chief says. It times layers and loss on the
-    first batch.
+    The constructor is a collective. The chief measures layers and loss on the first batch and
+    chooses the cuts of all tasks.
 
     Attributes:
-      statistics: variables that the stage's layers themselves change, such as those of
-        BatchNormalization; weights that are frozen are none.
-      is_divided: whether each task has the values of its own stage alone.
-      compares: whether the loss compares the examples of a batch, which is one micro-batch then.
+      statistics: Non-trainable float variables that the stage's layers update, such as the
+        moving mean of BatchNormalization. Frozen weights are not included.
+      is_divided: True while each task holds only the values of its own stage.
+      compares: True if the loss compares examples. A batch then forms one micro-batch.
 
     Raises:
       UsageError: the model, its loss or its optimizer cannot be trained in stages.
@@ -88,9 +88,9 @@ class StagedModel:
         self.look_at_loss(spec)
         positions = self._positions(batch, first_batch)
         parts = self.graph.cut(positions)
-        gc.collect()  # what was made to be timed
+        gc.collect()  # frees the objects made for timing
         part = parts[place.index]
-        # The last stage turns round at once.
+        # The last stage runs a backward pass right after its forward pass.
         turns = part.is_last and options.schedule != "gpipe"
         keep = "nothing" if turns and options.keep != "compiled" else options.keep
         self._optimizer = getattr(model, "optimizer", None)
@@ -121,7 +121,7 @@ class StagedModel:
 
     @property
     def is_up_to_date(self) -> bool:
-        """Return whether the model is still compiled, built and to be cut as it was."""
+        """Return whether the model's compilation, variables and cuts are unchanged."""
         now = _parts_of(self._model)
         same = len(now) == len(self._made_of) and all(map(operator.is_, now, self._made_of))
         return same and self._chosen == self._choices
@@ -133,7 +133,7 @@ class StagedModel:
 
     @property
     def split_size(self) -> int:
-        """Return examples of a micro-batch at the most: as given, as found, or the default."""
+        """Return the most examples in a micro-batch: given, measured, or the default."""
         given = self._place.options.split_size
         if isinstance(given, int):
             return given
@@ -143,16 +143,16 @@ class StagedModel:
 
     @property
     def metrics(self) -> list[Any]:
-        """Return the variables of the model's metrics; those of a layer are its stage's."""
+        """Return the variables of the model's metrics, including metrics of all layers."""
         return list(self._model.metrics_variables)
 
     @property
     def own_metrics(self) -> list[Any]:
-        """Return those that this stage updates."""
+        """Return the metric variables that this stage updates."""
         return [v for v in self.metrics if self._owners[id(v)] == self._place.index]
 
     def look_at_loss(self, spec: Any) -> None:
-        """Find out, from the spec of a batch, whether the loss compares examples."""
+        """Set `compares` by tracing the loss with the spec of a batch."""
         loss = self._model._compile_loss
         _, targets, weights = keras.utils.unpack_x_y_sample_weight(spec)
         given = isinstance(self._place.options.split_size, int)
@@ -169,7 +169,7 @@ class StagedModel:
             self.compares = keras_compat.compares_examples([value], trace, losses)
             return value
 
-        with contextlib.suppress(Exception):  # of a loss for batches of one size
+        with contextlib.suppress(Exception):  # the loss may need a fixed batch size
             keras_compat.compiled(traced).get_concrete_function(outputs, targets, weights)
         if self.compares and self._job.is_chief:
             _LOG.warning(
@@ -178,13 +178,13 @@ class StagedModel:
             )
 
     def values(self) -> list[np.ndarray]:
-        """Return the values of this stage's metrics and statistics; nothing if it has no peers."""
+        """Return the values of this stage's metrics and statistics, [] without peers."""
         if self._place.peers is None:
             return []
         return [np.asarray(v.value).copy() for v in (*self.own_metrics, *self.statistics)]
 
     def begin(self) -> None:
-        """Take the chief's weights, unless each task has its own stage's. A collective."""
+        """Copy the chief's weights to all tasks, unless the model is divided. A collective."""
         if self.is_divided or not self._job.has_peers:
             return
         slots = set(map(id, self._slots))
@@ -193,7 +193,7 @@ class StagedModel:
                 variable.assign(self._of_chief(variable))
 
     def divide(self) -> None:
-        """Give back the memory of what other stages update; take this one's slots. A collective."""
+        """Release other stages' variables, and receive this stage's slots. A collective."""
         if self.is_divided or not self._job.has_peers:
             return
         mine, kept = self._place.index, set(map(id, (*self.metrics, *self._slots)))
@@ -203,10 +203,10 @@ class StagedModel:
         self.is_divided = True
 
     def gather(self) -> None:
-        """Give all tasks all weights and metrics, and the chief all slots. A collective."""
+        """Send all weights and metrics to all tasks, and all slots to the chief. A collective."""
         if not self.is_divided:
             self.gather_metrics()
-            if self._job.is_chief:  # whose checkpoint may be of a run without a step
+            if self._job.is_chief:  # its checkpoint may precede the first step
                 fill([slot for slot in self._slots if is_empty(slot)])
             return
         slots = set(map(id, self._slots))
@@ -239,7 +239,7 @@ class StagedModel:
         return state.from_chief(self._job, value, like=variable)
 
     def _take_slots(self) -> None:
-        """Take the chief's slots of this stage, or their initial values where it has none."""
+        """Receive this stage's slots from the chief, or initialize slots that the chief lacks."""
         unmade = broadcast([is_empty(slot) for slot in self._slots])
         for slot, is_new in zip(self._slots, unmade, strict=True):
             value = None if is_new else self._of_chief(slot)
@@ -251,7 +251,7 @@ class StagedModel:
                 slot.assign(value)
 
     def _positions(self, batch: int, first_batch: FirstBatch) -> list[int]:
-        """Return the nodes of the graph that the model is cut behind."""
+        """Return the indices of the graph's nodes after which a stage ends."""
         count, cut = self._place.count, self._place.options.cut
         if count == 1:
             return []
@@ -269,11 +269,11 @@ class StagedModel:
         return self.graph.behind_layers(cut)
 
     def _micros(self, batch: int) -> int:
-        """Return the most micro-batches that a pipeline has of a step of so many examples."""
+        """Return the most micro-batches of one pipeline in a step of `batch` examples."""
         return -(-len(self.sizes_of(batch)) // self._place.pipelines)
 
     def _chosen_cut(self, batch: int, first_batch: FirstBatch) -> list[int]:
-        """Return where the chief cuts by itself, or did at an earlier start. A collective."""
+        """Return the chief's automatic cut, or the cut of an earlier start. A collective."""
         chosen, count = self._place.chosen, self._place.count
         if self._cut_key not in chosen.cuts:
             places, positions = possible_places(self.graph, num_stages=count), None
@@ -299,7 +299,7 @@ class StagedModel:
     def _to_time(
         self, first_batch: FirstBatch, rows: int
     ) -> tuple[int, Tensors | None, LossOfOutputs | None]:
-        """Return rows, inputs and loss of a micro-batch of the first batch, as `chosen_places`."""
+        """Return the first micro-batch's rows, inputs and loss for `chosen_places`."""
         if first_batch is None:
             return rows, None, None
         x, *rest = keras.utils.unpack_x_y_sample_weight(first_batch())
@@ -313,7 +313,7 @@ class StagedModel:
         return rows, inputs, lambda outputs: self._loss_of(batch, outputs, tf.zeros([]))
 
     def _loss_of(self, batch: MicroBatch, outputs: Tensors, added: tf.Tensor) -> tf.Tensor:
-        """Return the micro-batch's loss, and take it into the metrics; in graph."""
+        """Return the micro-batch's loss, and update the metrics. Runs in a graph."""
         model, y_pred = self._model, self.packed(outputs)
         loss = added
         if model._compile_loss is not None:
@@ -326,19 +326,19 @@ class StagedModel:
         return loss
 
     def clipped(self, gradients: list[tf.Tensor | None]) -> list[tf.Tensor | None]:
-        """Return gradients clipped by their norm, with those accumulated, over all stages.
+        """Return the gradients, clipped by their norm over all stages. A collective.
 
-        Or all NaN where some stage's are not finite and the optimizer leaves such a step out. A
-        collective.
+        The norm includes accumulated gradients. With a loss scale, return NaN gradients if a stage
+        has gradients that are not finite, so that the optimizer skips the step.
         """
         inner, skips = self._inner, isinstance(self._optimizer, LossScaleOptimizer)
         clip, steps = inner.global_clipnorm, inner.gradient_accumulation_steps
         held: list[Any] = []
         if clip and steps:
             if (int(inner._iterations) + 1) % steps:
-                clip = None  # before the last of the steps that it accumulates
+                clip = None  # not the last accumulated step
             else:
-                clip *= steps  # the optimizer takes their mean
+                clip *= steps  # the optimizer uses their mean
                 places = map(inner._get_variable_index, self.stage.variables)
                 held = [inner._accumulated_gradients[place] for place in places]
         if not clip and not skips:
@@ -346,7 +346,7 @@ class StagedModel:
         scale = float(self._model.optimizer.scale_loss(1.0))
         pairs = zip(gradients, held or [0.0] * len(gradients), strict=True)
         own = sum(float(tf.reduce_sum(tf.square(g / scale + h))) for g, h in pairs if g is not None)
-        counted = own if self._place.pipeline == 0 else 0.0  # the same in all pipelines
+        counted = own if self._place.pipeline == 0 else 0.0  # all pipelines have the same sum
         squares = sum_over_tasks(self._job, np.array([counted]), of="squares of gradients")[0]
         if clip and np.isfinite(squares):
             factor = clip / max(np.sqrt(squares), clip)
@@ -359,7 +359,7 @@ class StagedModel:
         return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
 
     def _require_deterministic(self) -> None:
-        """Raise UsageError if the graph that is traced draws by itself and the run is exact."""
+        """Raise UsageError if the run is exact and the traced graph has unseeded random ops."""
         if self._place.chosen.counted:
             require_deterministic(tf.compat.v1.get_default_graph())
 
@@ -368,7 +368,7 @@ class StagedModel:
         kept = [i for i, v in enumerate(inner._trainable_variables) if id(v) in mine]
         own: dict[str, Any] = {"global_clipnorm": None}  # done over all stages
         own["_trainable_variables"] = [inner._trainable_variables[i] for i in kept]
-        if inner.gradient_accumulation_steps:  # else it would set all of them to zeros
+        if inner.gradient_accumulation_steps:  # otherwise it would zero all of them
             held = enumerate(inner._accumulated_gradients)
             own["_accumulated_gradients"] = [v if i in kept else None for i, v in held]
         if inner.use_ema:
@@ -405,7 +405,7 @@ class StagedModel:
 def staged_model(
     model: keras.Model, job: Job, *, batch: int, spec: Any, first_batch: FirstBatch
 ) -> StagedModel:
-    """Return the model in stages, the same one until it is compiled anew. A collective."""
+    """Return the model in stages. Make it again if the model has changed. A collective."""
     found: StagedModel | None = vars(model).get(_NAME)
     if found is None or not found.is_up_to_date:
         if found is not None and found.is_divided:
@@ -417,8 +417,8 @@ def staged_model(
 
 
 def _parts_of(model: keras.Model) -> list[Any]:
-    """Return what a model is compiled of and built of, which weights are trainable, and whether its
-    kernels are fused.
+    """Return the model's optimizer, loss, variables and trainable flags, and whether its kernels
+    are fused.
     """
     compiled = [getattr(model, name, None) for name in ("optimizer", "_compile_loss")]
     trainable = [weight.trainable for weight in model.weights]

@@ -1,8 +1,8 @@
-"""Union of the stages' variables: each is some stage's, and who needs it gets it.
+"""Union of the stages' variables: the owner of each variable, and transfer from the owner.
 
-While steps run, a task has the values of its own stage alone: the others' memory is given back.
-Before anybody looks every task gets all weights and metrics, and the chief, which makes the
-checkpoints, all slots of the optimizer.
+While steps run, a task holds only the values of its own stage and releases the memory of the other
+variables. Before the values are read, every task receives all weights and metrics. The chief,
+which writes the checkpoints, also receives all slots of the optimizer.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _MESSAGE_BYTES = 2**22
 _INITIALIZER = "_tfdist_initializer"
 
 Owners = Mapping[int, int]
-"""The stage that updates a variable, by the variable's `id`; the chief updates any other.
+"""Index of the stage that updates a variable, by the variable's `id` (default: stage 0).
 
-Numbers of an optimizer, such as its count of updates, are the same in all stages.
+Scalars of an optimizer, such as its count of updates, are the same in all stages.
 """
 
 
@@ -36,7 +36,7 @@ def owners_of(model: keras.Model, parts: Sequence[ModelPart]) -> dict[int, int]:
     """Return the stage of each variable: weights, slots of the optimizer, metrics.
 
     Raises:
-      UsageError: the optimizer has a slot that belongs to no one variable.
+      UsageError: the optimizer has a slot that does not belong to a single variable.
     """
     owners = {id(v): part.index for part in parts for v in part.module.variables}
     owners.update((id(v), len(parts) - 1) for v in model.metrics_variables)
@@ -62,7 +62,7 @@ def owners_of(model: keras.Model, parts: Sequence[ModelPart]) -> dict[int, int]:
 
 
 def slots_of(model: keras.Model) -> list[Any]:
-    """Return the slots that their stage alone needs: averages of weights are for all to see."""
+    """Return the slots that only their stage needs. Averages of weights are not among them."""
     return [
         slot
         for optimizer in _optimizers(model)
@@ -78,7 +78,7 @@ def from_owners(
 ) -> None:
     """Set each variable to its owner's value, in every task or in the chief. A collective.
 
-    Owners are the stages of the first pipeline; equal stages of the others have the same values.
+    Owners are the stages of the first pipeline. The other pipelines have the same values.
     """
     place = job.stages
     if place is None or not job.has_peers:
@@ -100,20 +100,20 @@ def from_owners(
 
 
 def release(variables: Sequence[Any]) -> None:
-    """Give the memory of variables, of Keras or TensorFlow, back; `assign` takes it again."""
+    """Release the memory of Keras or TensorFlow variables. `assign` allocates it again."""
     for variable in variables:
         value = variable.value if isinstance(variable, keras.Variable) else variable
-        value._validate_shape = False  # else `assign` compares with the shape that is there
+        value._validate_shape = False  # else `assign` checks the current shape
         tf.raw_ops.AssignVariableOp(
             resource=value.handle, value=tf.zeros([0], value.dtype), validate_shape=False
         )
 
 
 def making_empty_slots(optimizer: Any) -> AbstractContextManager[None]:
-    """Have each slot that the optimizer makes here give its memory back; see `fill`."""
+    """Release the memory of each slot that the optimizer creates in the block (see `fill`)."""
 
     def empty(slot: Any, variable: Any, name: str | None, initializer: Any) -> None:
-        if tuple(slot.shape) and name != "average":  # one of weights is for all to see
+        if tuple(slot.shape) and name != "average":  # all tasks need averages of weights
             setattr(slot, _INITIALIZER, keras.initializers.get(initializer))
             release([slot])
 
@@ -126,13 +126,13 @@ def is_empty(variable: Any) -> bool:
 
 
 def fill(slots: Sequence[Any]) -> None:
-    """Give slots that were made empty their initial values."""
+    """Set slots from `making_empty_slots` to their initial values."""
     for slot in slots:
         slot.assign(getattr(slot, _INITIALIZER)(slot.shape, slot.dtype))
 
 
 def bytes_of(variables: Sequence[Any]) -> int:
-    """Return the bytes of variables, whether they are released or not."""
+    """Return the size of variables in bytes, including released variables."""
     return sum(math.prod(v.shape) * v.value.dtype.size for v in variables)
 
 
@@ -158,7 +158,7 @@ def _optimizers(model: keras.Model) -> Iterator[Any]:
 
 
 def _by_variable(optimizer: Any) -> Iterator[list[Any]]:
-    """Yield the optimizer's lists that have a slot, or None, for each trainable variable."""
+    """Yield the optimizer's lists with a slot or None for each trainable variable."""
     trainable = optimizer._trainable_variables
     for slots in vars(optimizer).values():
         if (

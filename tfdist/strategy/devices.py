@@ -1,7 +1,4 @@
-"""Setup of threads, logical devices and GPU memory before TensorFlow starts.
-
-And on which device a variable is.
-"""
+"""Setup of threads, logical devices and GPU memory before TensorFlow starts."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ _PIECE_BYTES = 2**20
 
 
 def require_unused_runtime() -> None:
-    """Refuse to go on when TensorFlow has already run an operation in this process.
+    """Raise UsageError if TensorFlow has already run an operation in this process.
 
-    Threads, devices and collectives can only be set before the first one.
+    Threads, devices and collectives can only be configured before the first operation.
     """
     require(
         tf_context.context()._context_handle is None,
@@ -35,13 +32,13 @@ def require_unused_runtime() -> None:
 
 
 def set_threads(threads: int | None) -> None:
-    """Give each operation `threads` threads, unless TF_NUM_INTRAOP_THREADS already says."""
+    """Give each operation `threads` threads, unless TF_NUM_INTRAOP_THREADS is set."""
     if threads and "TF_NUM_INTRAOP_THREADS" not in os.environ:
         tf.config.threading.set_intra_op_parallelism_threads(threads)
 
 
 def threads_of_an_operation() -> int:
-    """How many threads TensorFlow gives one operation: on a CPU sums are rounded accordingly."""
+    """Return the number of threads of one operation, which affects rounding on a CPU."""
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     if not threads and os.environ.get("TF_NUM_INTRAOP_THREADS", "").isdecimal():
         threads = int(os.environ["TF_NUM_INTRAOP_THREADS"])
@@ -49,20 +46,20 @@ def threads_of_an_operation() -> int:
 
 
 def usable_cores() -> int:
-    """Return the processors this process may run on."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def grow_gpu_memory() -> None:
-    """Let every visible GPU allocate as it needs, so that processes can share one."""
+    """Let TensorFlow allocate GPU memory on demand, so that processes can share a GPU."""
     for gpu in tf.config.list_physical_devices("GPU"):
         tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def send_in_large_pieces() -> None:
-    """Let collectives on CPUs send pieces of a megabyte instead of 4 KiB, copied one by one.
+    """Let collectives on CPUs send pieces of 1 MiB instead of 4 KiB.
 
-    There is no public way to set it; seen on TensorFlow 2.21
+    TensorFlow 2.21 has no public setting for the size of a piece
     (``recv_buf_max_chunk`` in tensorflow/core/protobuf/config.proto).
     """
     context = tf_context.context()
@@ -72,10 +69,10 @@ def send_in_large_pieces() -> None:
 
 
 def replica_devices(count: int | None) -> list[str]:
-    """Names `count` devices of this machine: GPUs where there are any, else logical CPUs.
+    """Return the names of `count` GPUs, or of `count` logical CPUs if there is no GPU.
 
-    Without `count`: every GPU, or one logical CPU a core. Raises UsageError for more devices
-    than there are.
+    The default is every GPU, or one logical CPU for each core. Raises UsageError if `count` is
+    too large.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
@@ -94,7 +91,7 @@ def replica_devices(count: int | None) -> list[str]:
 
 
 def server_of(variable: Any) -> int | None:
-    """Return the index of the ps that holds a variable, None for one that is elsewhere."""
+    """Return the index of the ps that holds a variable, None if no ps holds the variable."""
     device = tf.DeviceSpec.from_string(variable.device or "")
     return device.task if device.job == "ps" else None
 

@@ -1,4 +1,4 @@
-"""Communication of a job's tasks: chief, barrier, broadcast, sums, and values of variables."""
+"""Communication between a job's tasks: barrier, broadcast, sums and variable values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OF_PEERS = (
 
 
 def is_chief() -> bool:
-    """True in the one task that writes; true in a process that stands alone. Not a collective."""
+    """Return True in the task that writes files, and in a single process. Not a collective."""
     job = current_job()
     if job is not None:
         return job.is_chief
@@ -45,10 +45,10 @@ def is_chief() -> bool:
 
 
 def barrier() -> None:
-    """Return once every training task has called it. A collective under multiworker.
+    """Block until every training task has called `barrier`. A collective under multiworker.
 
     Raises:
-      UsageError: the task has no strategy yet, without which it waits for nobody.
+      UsageError: the task of a multiworker or pipeline job has not called `make_strategy` yet.
     """
     job = _own_job("barrier")
     if job is not None:
@@ -59,16 +59,16 @@ def broadcast(value: Any = None) -> Any:
     """Return the chief's `value` in every task. A collective under multiworker.
 
     Args:
-      value: what JSON can say, and NumPy arrays inside it; ignored except in the chief. Tuples
-        come as lists.
+      value: JSON value, which may contain NumPy arrays. Only the chief's value is used. Tuples
+        arrive as lists.
 
     Raises:
-      UsageError: the value cannot be sent as it is: a dict has keys that are not text, of which
-        JSON would make some; or the task has no strategy yet.
+      UsageError: the value is not JSON (for example a dict with integer keys), or the task has
+        not called `make_strategy` yet.
     """
     job, payload = _own_job("broadcast"), b""
     arrays: list[np.ndarray[Any, Any]] = []
-    if job is None or job.is_chief:  # a program is tried out by itself: refuse there, too
+    if job is None or job.is_chief:  # check in a single process, too
         payload = json.dumps(_encoded(value, arrays)).encode()
     if job is None or job.kind not in ("multiworker", "pipeline"):
         return value
@@ -76,7 +76,7 @@ def broadcast(value: Any = None) -> Any:
 
 
 def _own_job(collective: str) -> Job | None:
-    """Return the job of this process; None in one that stands alone."""
+    """Return the job of this process, None in a single process."""
     job = current_job()
     config = read_environment(os.environ) if job is None else None
     if config is not None and resolved_strategy(config) in ("multiworker", "pipeline"):
@@ -91,20 +91,20 @@ def _own_job(collective: str) -> Job | None:
 
 
 def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
-    """Return `callback` in the chief, and one that does nothing in every other task.
+    """Return `callback` in the chief, and an empty callback in every other task.
 
-    For a callback that writes. It must not run collectives (evaluate, predict, read a metric).
+    Use it for a callback that writes files. The callback must not run collectives: evaluate,
+    predict, or read a metric.
     """
     return callback if is_chief() else keras.callbacks.Callback()
 
 
 @contextlib.contextmanager
 def naming_lost_peer(job: Job) -> Iterator[None]:
-    """Raise PeerLost for the worker that has gone, where TensorFlow says that something failed.
+    """Convert a failed collective to an error that names the neighbour in the ring.
 
-    And UsageError where it has not gone but makes another sum, as its program is at another place,
-    or makes no more sums, as its data have ended.
-    What failed by itself is raised as it is: whoever made the same mistake earlier has gone, too.
+    Raise PeerLost if the neighbour exited. Raise UsageError if the neighbour runs another sum,
+    or if its data ended. Leave this task's own errors unchanged.
     """
     try:
         yield
@@ -128,7 +128,7 @@ def naming_lost_peer(job: Job) -> Iterator[None]:
 
 
 def ends_differ(first: str, other: str) -> UsageError:
-    """Return the error for data that end in one task before they end in another one."""
+    """Return the error for data that end earlier in one task than in another task."""
     return UsageError(
         "data",
         received=f"{first} and {other}",
@@ -139,9 +139,9 @@ def ends_differ(first: str, other: str) -> UsageError:
 
 
 def require_same_place(job: Job, *, of: str) -> None:
-    """Find out that tasks are at different places, before a collective of TensorFlow hangs there.
+    """Check that all tasks run the same call, before a collective of TensorFlow hangs.
 
-    A collective. It raises as `sum_over_tasks`, and does nothing in a job without a ring.
+    A collective. It returns at once if the job has no ring or is a pipeline.
     """
     if job.ring is not None and job.stages is None:
         sum_over_tasks(job, np.zeros(1), of=of)
@@ -150,8 +150,8 @@ def require_same_place(job: Job, *, of: str) -> None:
 def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:
     """Sum a float64 or int32 vector of the same length over the tasks. A collective.
 
-    `of` says what is summed, in the same words in every task: it tells this sum from others.
-    Under other strategies than multiworker and pipeline this is `values`.
+    `of` describes the sum, with the same text in every task. The ring compares this text, so two
+    tasks cannot mix up two sums. If the job has no peers, return `values`.
     """
     if not job.has_peers:
         return values
@@ -163,7 +163,7 @@ def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:
 
 
 def of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> np.ndarray:
-    """Return each task's numbers, float64 ``[tasks, len(values)]``. A collective."""
+    """Return the `values` of all tasks as float64 ``[tasks, len(values)]``. A collective."""
     table = np.zeros((job.num_tasks, len(values)))
     table[job.task_index] = values
     return sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)
@@ -175,13 +175,13 @@ def rows_of_all_tasks(
     """Return the rows of all tasks, in the order of the tasks. A collective.
 
     Args:
-      job: of the tasks.
-      rows: this task's, of the type and shape of all others'; None where it has none.
-      rank: of the rows' array.
-      of: as in `sum_over_tasks`.
+      job: Job of this task.
+      rows: This task's rows, or None. All tasks use the same type and row shape.
+      rank: Number of dimensions of `rows`.
+      of: Description of the rows (see `sum_over_tasks`).
 
     Raises:
-      UsageError: rows of one task have another shape than those of another.
+      UsageError: two tasks have rows of different shapes.
     """
     spec = np.zeros(1 + rank)
     if rows is not None:
@@ -189,7 +189,7 @@ def rows_of_all_tasks(
     specs = of_all_tasks(job, spec, of=f"the types and sizes of {of}").astype(np.int64)
     kinds, counts, *sizes = specs.T
     shapes = sorted({tuple(row[2:].tolist()) for row in specs if row[1]})
-    if len(shapes) > 1:  # one of size 1 would be repeated to fit
+    if len(shapes) > 1:  # NumPy would repeat a row of size 1
         raise UsageError(
             of,
             received=f"rows of shapes {', '.join(map(str, shapes))} in the tasks of one batch",
@@ -206,10 +206,10 @@ def rows_of_all_tasks(
 
 
 def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
-    """Sum arrays in which each element is zero in all tasks but one, bit for bit. A collective.
+    """Sum arrays bit for bit, if each element is zero in all tasks except one. A collective.
 
-    Of any type and one shape in all tasks. A copy, sent in pieces: it takes the memory of one
-    array more, however large that is.
+    The array may have any type, and has the same shape in all tasks. It is sent in pieces. The
+    sum needs the memory of one more array.
     """
     if not job.has_peers:
         return array
@@ -224,7 +224,7 @@ def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
 
 
 def _sum_texts(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
-    """Sum arrays of bytes objects, with a 0 where the text is another task's."""
+    """Sum arrays of bytes objects. An element is 0 if another task has its text."""
     texts = [text or b"" for text in array.reshape(-1)]
     lengths = sum_bytes(job, np.array([len(text) for text in texts], np.int64), of=of)
     longest = max(1, *lengths)
@@ -235,7 +235,7 @@ def _sum_texts(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
 
 
 def sum_words(job: Job, words: np.ndarray, *, of: str) -> None:
-    """Sum an int32 vector as `sum_bytes` does, in its own memory. A collective."""
+    """Sum an int32 vector in place, in pieces. A collective."""
     for start in range(0, words.size, _PIECE_WORDS):
         piece = slice(start, start + _PIECE_WORDS)
         words[piece] = sum_over_tasks(job, words[piece], of=of)
@@ -258,7 +258,7 @@ def _summer(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor
 
 
 def _broadcast(job: Job, payload: bytes, arrays: list[np.ndarray[Any, Any]]) -> Any:
-    """Send JSON, and then the arrays in it one after the other, each in its own type."""
+    """Send the JSON text, then each array with its own type."""
 
     def decode(found: dict[str, Any]) -> Any:
         if "__array__" not in found:
@@ -275,7 +275,7 @@ def _broadcast(job: Job, payload: bytes, arrays: list[np.ndarray[Any, Any]]) -> 
 
 
 def _encoded(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
-    """Return a value as JSON has it; add its arrays to `arrays` in the order of their places."""
+    """Return the value in JSON form, and append its arrays to `arrays` in their order."""
     if isinstance(value, dict):
         for key in value:
             require(
@@ -303,22 +303,22 @@ def _encoded(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     arrays.append(array)
-    # To NumPy itself bfloat16 and the like are so many bytes: they go by their names.
+    # NumPy sees bfloat16 and similar types as raw bytes, so send the type's name.
     dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
     return {"__array__": [dtype, array.shape]}
 
 
-# Parts of variables: of each, a worker keeps a run of its flat elements alone.
+# Parts of variables. Each worker keeps only a range of a variable's flat elements.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VariablePart:
-    """Elements ``[first, end)`` of a variable of this shape, laid out flat.
+    """Elements ``[first, end)`` of a flattened variable.
 
     Attributes:
-      shape: of the whole variable.
-      first: the first of the elements.
-      end: after the last of them.
+      shape: Shape of the whole variable.
+      first: Index of the first element.
+      end: Index after the last element.
     """
 
     shape: tuple[int, ...]
@@ -327,7 +327,7 @@ class VariablePart:
 
     @property
     def size(self) -> int:
-        """Elements of the whole variable."""
+        """Number of elements of the whole variable."""
         return math.prod(self.shape)
 
 
@@ -339,17 +339,17 @@ def own_part(job: Job, shape: tuple[int, ...]) -> VariablePart:
 
 
 def mark(variable: Any, part: VariablePart) -> None:
-    """Note that a variable holds this part of a larger one."""
+    """Mark a variable as a part of a larger variable."""
     setattr(variable, _MARK, part)
 
 
 def part_of(variable: Any) -> VariablePart | None:
-    """Return the part that a variable holds, None for one that is whole."""
+    """Return the part that a variable holds, None for a whole variable."""
     return getattr(variable, _MARK, None)
 
 
 def gathered(job: Job, variable: Any) -> np.ndarray[Any, Any]:
-    """Return the whole of a variable that each worker has its part of. A collective."""
+    """Return the whole array of a variable that the workers hold in parts. A collective."""
     part, ring = part_of(variable), job.ring
     assert part is not None
     assert ring is not None
@@ -360,7 +360,7 @@ def gathered(job: Job, variable: Any) -> np.ndarray[Any, Any]:
 
 
 def whole(variable: Any) -> np.ndarray[Any, Any]:
-    """Return the array of a variable; of one that holds a part, the whole. A collective then."""
+    """Return the whole array of a variable. A collective if the variable holds a part."""
     if part_of(variable) is None:
         return np.asarray(variable)
     job = current_job()
@@ -372,11 +372,11 @@ def whole(variable: Any) -> np.ndarray[Any, Any]:
 
 
 def broadcast_initial_values(job: Job) -> None:
-    """Have variables that are made from now on in the scope of `job` start from the chief's values.
+    """Initialize later variables in the scope of `job` from the chief's values, over the ring.
 
-    These go by the ring. TensorFlow sends each by a collective of its own, of which the workers
-    first agree by several messages: most of what making a model of many variables costs there.
-    Those of a graph, and those of strings, are TensorFlow's as before.
+    TensorFlow runs a collective for each variable, and each collective needs several messages.
+    This dominates the time to build a model of many variables. TensorFlow still sends strings and
+    the variables of a graph.
     """
     extended = job.strategy.extended
     by_collective = extended._get_variable_creator_initial_value
@@ -402,9 +402,9 @@ def broadcast_initial_values(job: Job) -> None:
 
 @contextlib.contextmanager
 def own_initial_values(job: Job) -> Iterator[None]:
-    """Have variables that are made here start from this worker's values, not from the chief's.
+    """Initialize variables inside the block from this worker's values, not the chief's.
 
-    Making them is no collective then, and their shapes may differ between the workers.
+    Creating these variables is not a collective, and their shapes may differ between workers.
     """
     extended = job.strategy.extended
     before = extended._get_variable_creator_initial_value

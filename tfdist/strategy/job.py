@@ -1,4 +1,4 @@
-"""Job of this process: its strategy, kind, and task."""
+"""The job of this process: strategy, kind and task."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ KINDS = ("single", "mirrored", "multiworker", "ps", "pipeline")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One process's view of the job.
+    """The job, as one process sees it.
 
     Attributes:
-      strategy: what the model's variables are created under.
-      kind: one of `KINDS`.
-      config: the decoded TF_CONFIG, or None for a process that stands alone.
-      ring: what sums gradients over the workers; None where TensorFlow's collectives do.
-      stages: of a pipeline job; None otherwise.
+      strategy: TensorFlow strategy of the model's variables.
+      kind: Strategy name, one of `KINDS`.
+      config: Decoded TF_CONFIG, None for a single process.
+      ring: Ring that sums gradients over the workers, None if TensorFlow's collectives do.
+      stages: Place in the pipeline, None in other jobs.
     """
 
     strategy: tf.distribute.Strategy
@@ -40,14 +40,14 @@ class Job:
 
     @property
     def has_peers(self) -> bool:
-        """True where tasks sum among themselves and move on together."""
+        """True if several tasks run each step together and sum over all tasks."""
         if self.kind == "pipeline":
             return self.ring is not None
         return self.kind == "multiworker" and self.strategy.num_replicas_in_sync > 1
 
     @property
     def is_chief(self) -> bool:
-        """True in the one task that writes."""
+        """True in the task that writes files."""
         if self.config is None or not self.config.cluster.tasks():
             return True
         return self.config.task == self.config.cluster.chief_task
@@ -59,41 +59,41 @@ class Job:
 
     @property
     def is_evaluator(self) -> bool:
-        """True in the task that evaluates what the others train."""
+        """True in the task that evaluates the checkpoints of the training tasks."""
         return self.config is not None and self.config.task.type == "evaluator"
 
     @property
     def name(self) -> str:
-        """The task's name, ``worker-0`` for a process that stands alone."""
+        """Name of the task, ``worker-0`` for a single process."""
         return str(self.config.task) if self.config else "worker-0"
 
     @property
     def num_replicas(self) -> int:
-        """Devices that compute one step together; under ps, 1: each step is one worker's."""
+        """Number of devices that compute one step together, 1 under ps."""
         return 1 if self.kind == "ps" else self.strategy.num_replicas_in_sync
 
     @property
     def num_tasks(self) -> int:
-        """Tasks that compute one step together; of a pipeline each reads the whole batch."""
+        """Number of tasks that compute one step together, including all stages of a pipeline."""
         if self.stages is not None:
             return self.stages.count * self.stages.pipelines
         return self.num_replicas // len(self.replica_ids)
 
     @property
     def task_index(self) -> int:
-        """Place of this task among them."""
+        """Index of this task among the `num_tasks` tasks."""
         if self.stages is not None:
             return self.stages.pipeline * self.stages.count + self.stages.index
         return self.replica_ids[0] // len(self.replica_ids)
 
     @property
     def num_workers(self) -> int:
-        """Workers that take steps by turns under ps, else 1."""
+        """Number of workers under ps, else 1."""
         return len(self.config.cluster.worker) if self.kind == "ps" and self.config else 1
 
     @property
     def replica_ids(self) -> tuple[int, ...]:
-        """This task's replicas, as ids in the whole group, in the order of its devices."""
+        """Global ids of this task's replicas, in the order of its devices."""
         if self.num_replicas == 1:
             return (0,)
         extended = self.strategy.extended
@@ -105,7 +105,7 @@ _made: list[Job] = []
 
 
 def remember(job: Job) -> Job:
-    """Make `job` the one that `current_job` and `job_of` find."""
+    """Register `job` for `current_job` and `job_of`."""
     route_keras(is_chief=job.is_chief)
     convert_variables_to_numbers()
     _made[:] = [job]
@@ -113,17 +113,17 @@ def remember(job: Job) -> Job:
 
 
 def current_job() -> Job | None:
-    """Return the job that `make_strategy` set up in this process, if it did."""
+    """Return the job that `make_strategy` set up in this process, None before that."""
     return _made[0] if _made else None
 
 
 def job_of(strategy: tf.distribute.Strategy) -> Job:
-    """Return the job of a strategy, also of one that `make_strategy` did not make.
+    """Return the job of a strategy, including strategies that `make_strategy` did not make.
 
-    One of several processes then knows from TF_CONFIG which task it is.
+    In a job of several processes, TF_CONFIG names the task of this process.
 
     Raises:
-      UsageError: TF_CONFIG asks for a strategy that nobody has made: each task would train alone.
+      UsageError: TF_CONFIG describes another strategy, so each task would train separately.
     """
     for job in _made:
         if job.strategy is strategy:
@@ -156,15 +156,15 @@ def _require_agreement(kind: str) -> None:
 
 # Python numbers from variables.
 #
-# `int(variable)` and `float(variable)`, which callbacks call for `optimizer.learning_rate` and
-# `optimizer.iterations`, are a TypeError for a variable with a copy on each replica, and so are
-# `"%d" % variable` and `math.log(variable)`. `f"{variable:.4f}"` is one for every Keras variable.
+# Callbacks call `int(variable)` and `float(variable)`, for example on `optimizer.learning_rate`.
+# These calls, `"%d" % variable` and `math.log(variable)` raise TypeError if the variable has a copy
+# on each replica. `f"{variable:.4f}"` raises TypeError for every Keras variable.
 # Ended by: no release, TensorFlow 2.21 and Keras 3.15.1 included.
 
 
 @functools.cache
 def convert_variables_to_numbers() -> None:
-    """Make variables of several replicas convert to numbers as those of one device do."""
+    """Make variables of several replicas convert to numbers, like variables of one device."""
     for name in ("__complex__", "__float__", "__int__"):
         if not hasattr(DistributedVariable, name):
             setattr(DistributedVariable, name, getattr(BaseResourceVariable, name))

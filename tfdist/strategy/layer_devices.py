@@ -1,8 +1,8 @@
-"""Placement: layers, by their paths, on devices of this process.
+"""Placement of layers on the devices of this process, by layer path.
 
-Under `PlacedStrategy`, a `tf.distribute.OneDeviceStrategy`, a layer that a pattern matches has its
-variables and slots on a device of its own, computes there, forward and backward, and is updated
-there. TensorFlow copies what crosses from one device to another.
+`PlacedStrategy` is a `tf.distribute.OneDeviceStrategy`. If a pattern matches a layer, the layer's
+variables, slots, forward pass, backward pass and updates are on the pattern's device. TensorFlow
+copies tensors between devices.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _GRADIENTS = "gradient_tape/"
 
 
 class PlacedStrategy(tf.distribute.OneDeviceStrategy):
-    """One replica whose layers are on several devices.
+    """Strategy of one replica with its layers on several devices.
 
     Args:
-      device: of what no pattern matches.
-      placement: regular expressions over layer paths to devices, of which the first that matches
-        counts; a layer inside a layer is where that one is, unless one matches it.
+      device: Device of layers that no pattern matches.
+      placement: Map from regular expressions over layer paths to devices. A layer uses the first
+        pattern that matches its path. An unmatched inner layer uses its outer layer's device.
 
     Raises:
-      UsageError: there is no such device.
-      re.error: a pattern is no regular expression.
+      UsageError: a device does not exist.
+      re.error: a pattern is not a regular expression.
     """
 
     def __init__(self, device: str, placement: Mapping[str, str]) -> None:
@@ -43,7 +43,7 @@ class PlacedStrategy(tf.distribute.OneDeviceStrategy):
         _follow_layers()
 
     def require_placed(self, model: keras.Model) -> None:
-        """Raise UsageError unless each pattern counts for a layer."""
+        """Raise UsageError if a pattern is not used by any layer of the model."""
         paths = [_path(layer) for layer in model._flatten_layers(include_self=False)]
         names = [*paths, *(path.rpartition("/")[2] for path in paths)]
         used = {self.extended.pattern_of(path) for path in paths}
@@ -59,7 +59,7 @@ class PlacedStrategy(tf.distribute.OneDeviceStrategy):
 
 
 class _PlacedExtended(one_device_strategy.OneDeviceExtended):
-    """What a `PlacedStrategy` does."""
+    """Implementation of `PlacedStrategy`."""
 
     def __init__(self, strategy: PlacedStrategy, device: str, placed: Mapping[str, str]) -> None:
         super().__init__(strategy, device)
@@ -70,7 +70,7 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
         )
 
     def pattern_of(self, path: str) -> str | None:
-        """Return the pattern that counts for a layer."""
+        """Return the first pattern that matches a layer's path."""
         return next((pattern for pattern in self._placed if re.search(pattern, path)), None)
 
     @contextlib.contextmanager
@@ -121,10 +121,10 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
         return super()._update_non_slot(colocate_with, on_device, args, kwargs, group)
 
     def _device_of(self, operation: tf.Operation) -> str:
-        """Return where an operation is to be: a gradient, where its layer computes forward.
+        """Return the device of an operation. A gradient uses the device of its layer.
 
-        A tape names gradients by the name scope of the forward pass, and leaves devices alone.
-        Inside a loop or a branch, its graph is made within that of the step.
+        A tape names a gradient after the name scope of the forward pass, and sets no device.
+        The graph of a loop or a branch is inside the graph of the step.
         """
         graph, name = operation.graph, operation.name
         while not operation.device and graph is not None:
@@ -143,7 +143,7 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
 
 @functools.cache
 def _follow_layers() -> None:
-    """Have Keras' layers build and compute within their strategy's placement; once a process."""
+    """Patch Keras' layers once a process, so that they use the placement of their strategy."""
     original = keras.layers.Layer._open_name_scope
 
     @functools.wraps(original)
@@ -157,12 +157,12 @@ def _follow_layers() -> None:
 
 
 def _path(layer: Any) -> str:
-    """Return a layer's path, as `path` says once it is built."""
+    """Return a layer's path. The layer's own `path` is set only after build."""
     return "/".join(filter(None, (layer._parent_path, layer.name)))
 
 
 def _devices() -> list[str]:
-    """Return the names of the devices there are, without having TensorFlow make them."""
+    """Return the names of all visible devices, without initializing them in TensorFlow."""
     found = []
     for kind in ("CPU", "GPU"):
         each = map(tf.config.get_logical_device_configuration, tf.config.get_visible_devices(kind))
@@ -172,7 +172,7 @@ def _devices() -> list[str]:
 
 
 def _device(pattern: str, name: str) -> str:
-    """Return the name of a device there is, as TensorFlow has it; ``CPU`` is the first CPU."""
+    """Return TensorFlow's name of an existing device. ``CPU`` means the first CPU."""
     re.compile(pattern)
     short = name.upper().removeprefix("/").removeprefix("DEVICE:")
     require_one_of(

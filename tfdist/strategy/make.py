@@ -1,4 +1,4 @@
-"""`make_strategy`: the one call that turns a TF_CONFIG into a strategy, or serves and ends."""
+"""`make_strategy`: make the TensorFlow strategy of this task from TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -49,32 +49,32 @@ def make_strategy(
     communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tf.distribute.Strategy:
-    """Make the strategy of this task. Every task of the job calls it, before any TensorFlow work.
+    """Make the strategy of this task. Every task calls it once, before any TensorFlow operation.
 
-    In a worker or ps task of a ps job it does not return: it serves the chief, and ends the
-    process when the chief has gone.
+    In a worker or ps task of a ps job this call never returns. It serves the chief, and exits the
+    process after the chief exits.
 
     Args:
-      strategy: ``single``, ``mirrored``, ``multiworker``, ``ps``, ``pipeline``, or ``auto``: what
-        TF_CONFIG says, and without one, every GPU of this machine, or its one CPU.
-      devices_per_worker: replicas on this machine; default what TF_CONFIG says, else all GPUs.
-      threads: threads of one operation; TF_NUM_INTRAOP_THREADS goes before it.
-      startup_timeout_s: how long to wait for peers before naming them and giving up.
-      min_workers: under ps, start with so many of the declared workers when the others have not
-        come in that time; default what TF_CONFIG says, else all.
-      split_bytes: under ps, divide a trainable variable of more bytes over the parameter servers;
-        default what TF_CONFIG says, else none is divided.
-      pipeline: under pipeline, how the model is cut and a batch divided.
-      placement: under single, regular expressions over layer paths to devices of this process, as
-        ``{"embedding": "CPU", "block[34]": "GPU:1"}``: where the layers' variables are and where
-        they compute. The first that matches counts; other layers are on the first GPU, or the CPU.
-      communication_options: of the all-reduce; default tfdist's own ring on CPUs,
-        TensorFlow's choice on GPUs.
-      environ: where TF_CONFIG, or what a scheduler set, is read; default `os.environ`.
+      strategy: ``single``, ``mirrored``, ``multiworker``, ``ps``, ``pipeline`` or ``auto``. The
+        default ``auto`` uses TF_CONFIG, or all GPUs (else the CPU) of this machine without it.
+      devices_per_worker: Replicas on this machine (default: TF_CONFIG, else all GPUs).
+      threads: Threads of one operation. TF_NUM_INTRAOP_THREADS overrides it.
+      startup_timeout_s: Seconds to wait for peers before raising (default: TF_CONFIG, else 60).
+      min_workers: Workers that a ps job needs to start after `startup_timeout_s` (default:
+        TF_CONFIG, else all).
+      split_bytes: Size in bytes above which a ps job splits a trainable variable over the
+        parameter servers (default: TF_CONFIG, else no split).
+      pipeline: Division of the model into stages and of a batch into micro-batches, for pipeline.
+      placement: Map from regular expressions over layer paths to devices, for single. Example:
+        ``{"embedding": "CPU", "block[34]": "GPU:1"}``. A layer uses the first expression that
+        matches its path. Other layers use the first GPU, or the CPU.
+      communication_options: Options of the all-reduce under multiworker (default: tfdist's ring
+        on CPUs, TensorFlow's choice on GPUs).
+      environ: Environment with TF_CONFIG or a scheduler's variables (default: `os.environ`).
 
     Raises:
-      UsageError: TF_CONFIG is wrong or contradicts `strategy`; more devices than there are;
-        TensorFlow has already run an operation.
+      UsageError: TF_CONFIG is wrong or contradicts `strategy`, `devices_per_worker` is too large,
+        or TensorFlow has already run an operation.
     """
     end_mistakes_in_one_line()
     config = read_environment(os.environ if environ is None else environ)
@@ -83,7 +83,7 @@ def make_strategy(
     if made is not None:
         return _same(made, kind, placement).strategy
     legacy = settings.legacy_keras(os.environ)
-    if legacy and settings.LAUNCHED not in os.environ:  # else the launcher has said so
+    if legacy and settings.LAUNCHED not in os.environ:  # otherwise the launcher has logged it
         _LOG.warning("%s", legacy)
     devices.require_unused_runtime()
     options = _options(
@@ -97,7 +97,7 @@ def make_strategy(
     devices.set_threads(options.threads_per_task)
     devices.grow_gpu_memory()
     if kind != "mirrored" and not (config is not None and config.task.type == "evaluator"):
-        _require_devices(options, kind)  # those of an evaluator's job are of the workers
+        _require_devices(options, kind)  # an evaluator ignores the option
     with phases.entered("rendezvous"):
         if kind in ("single", "pipeline"):
             device = "/GPU:0" if tf.config.list_physical_devices("GPU") else "/CPU:0"
@@ -138,7 +138,7 @@ def _resolve(kind: str, config: TaskConfig | None, placement: Mapping[str, str] 
         and config.task.type == "evaluator"
         and kind in ("ps", "multiworker", "pipeline")
     ):
-        kind = resolved  # that of the training, which it takes no part in
+        kind = resolved  # the evaluator does not join the training strategy
     require(
         kind == "auto" or resolved in ("auto", kind),
         "make_strategy",
@@ -164,7 +164,7 @@ def _resolve(kind: str, config: TaskConfig | None, placement: Mapping[str, str] 
 
 
 def _options(config: TaskConfig | None, **given: Any) -> JobOptions:
-    """Return the job's settings, with what is `given` in their place; None is nothing given."""
+    """Return the job's options, overridden by the `given` values that are not None."""
     given = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(config.options if config else JobOptions(), **given)
 
@@ -230,7 +230,7 @@ def _multiworker(
 
 
 def _in_ring(job: Job) -> Job:
-    """Return the same job, with a ring for its gradients where they are on CPUs."""
+    """Return the same job with a ring for its gradients, if it trains on CPUs."""
     config = job.config
     if config is None or job.num_replicas == 1 or tf.config.list_physical_devices("GPU"):
         return job
@@ -269,17 +269,17 @@ def _in_stages(job: Job, pipeline: PipelineOptions, options: JobOptions) -> Job:
 
 
 def _sum_untraced(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.ndarray:
-    """Sum over workers of one replica each, as `sum_over_tasks`, which traces a function first."""
+    """Sum over workers with one replica each. Unlike `sum_over_tasks`, trace no function."""
     with phases.waiting_for_all():
         total: np.ndarray = strategy.reduce("SUM", tf.constant(values), axis=None).numpy()
     return total
 
 
 def _require_devices(options: JobOptions, kind: str) -> None:
-    """Raise UsageError for another number of devices than those on which a worker computes.
+    """Raise UsageError if `devices_per_worker` is not the number of devices that a worker uses.
 
-    Under multiworker TensorFlow takes all visible GPUs, and exactly one CPU. Under ps Keras'
-    optimizers have no updates for what TensorFlow makes of several.
+    Under multiworker TensorFlow uses all visible GPUs, or exactly one CPU. Under ps Keras'
+    optimizers cannot update the variables of several devices.
     """
     is_group = kind == "multiworker"
     count = len(tf.config.list_physical_devices("GPU")) or 1 if is_group else 1
@@ -301,13 +301,13 @@ def _resolver(config: TaskConfig) -> tf.distribute.cluster_resolver.ClusterResol
         task_type=config.task.type,
         task_id=config.task.index,
         rpc_layer="grpc",
-        # Under ps a step is one device's: a second one of a worker would repeat its batch.
+        # Under ps a step runs on one device. A worker's second device would repeat the batch.
         num_accelerators={"GPU": 1 if config.cluster.kind == "ps" else gpus} if gpus else {},
     )
 
 
 def _give_sigterm_back() -> None:
-    """Give SIGTERM back to Python: TensorFlow's handler swallows it once a server is up."""
+    """Restore Python's handler of SIGTERM, which TensorFlow replaces when a server starts."""
     try:
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     except ValueError:
@@ -315,10 +315,10 @@ def _give_sigterm_back() -> None:
 
 
 def end_mistakes_in_one_line() -> None:
-    """Have an uncaught `TfdistError` printed as one line, and its exit code be the process's.
+    """Print an uncaught `TfdistError` as one line, and exit with the exit code of the error.
 
-    TF_CONFIG and the exit code are all that a scheduler and a program know of each other, so this
-    holds for every program that has made a strategy. Other errors go on to the hook from before.
+    A scheduler sees only the exit code of a program, so `make_strategy` calls this function in
+    every program. The previous hook handles other errors.
     """
     before = sys.excepthook
     if getattr(before, "tells_mistakes", False):
@@ -329,7 +329,7 @@ def end_mistakes_in_one_line() -> None:
             before(kind, error, trace)
             return
         print(f"tfdist: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(error.exit_code)  # which Python takes from its hook as from a program
+        raise SystemExit(error.exit_code)  # Python accepts SystemExit from its hook
 
     hook.tells_mistakes = True  # type: ignore[attr-defined]
     sys.excepthook = hook

@@ -1,9 +1,9 @@
-"""Replacement of Keras' own `fit`, `evaluate`, `predict` and calls of one batch by a router.
+"""Patch of Keras' `fit`, `evaluate`, `predict` and calls of one batch, which calls a router.
 
-`tfdist.training.routing` sends calls of models of the job's scope to the engine. The router is
-below every override: the `fit` of a user's class runs as written, and its `super().fit` arrives
-here. The code of Keras' functions is replaced rather than the attributes, because
-`mlflow.autolog()` keeps the functions that it finds.
+`tfdist.training.routing` sends the calls of models in the job's scope to the engine. The patch is
+below every override: the `fit` of a user's class runs unchanged, and its `super().fit` calls the
+router. The patch replaces the code of Keras' functions and keeps the function objects, because
+`mlflow.autolog()` stores these objects.
 Ended by: no release, Keras 3.15.1 and mlflow 3.17 included.
 """
 
@@ -55,7 +55,7 @@ def _route_trainer() -> None:
 
 @functools.cache
 def _route_keras_hub() -> None:
-    """Route before a model of KerasHub makes batches, which have no examples by index."""
+    """Route calls before a KerasHub model makes batches, which have no examples by index."""
     model: Any = sys.modules[_KERAS_HUB].PipelineModel
     for name in _METHODS:
         if name in vars(model):
@@ -72,21 +72,21 @@ def _routing(original: Any) -> Any:
 
 
 def _routed(self: Any, *args: Any, _original: Any, **kwargs: Any) -> Any:
-    import importlib  # the code runs with the globals of Keras' module
+    import importlib  # this code runs with the globals of Keras' module
 
-    routing = importlib.import_module("tfdist.training.routing")  # a room that imports this one
+    routing = importlib.import_module("tfdist.training.routing")  # it imports this package
     return routing.call(_original, self, *args, **kwargs)
 
 
 def _preparing(original: Any) -> Any:
-    """Return the constructor of models, which prepares libraries that were imported meanwhile."""
+    """Return a model constructor that also patches libraries imported in the meantime."""
 
     @functools.wraps(original)
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         route_keras()
         autologging: Any = sys.modules.get("mlflow.utils.autologging_utils")
         if not _is_chief[0] and autologging is not None:
-            # Each task would open a run of its own, and only the chief's callbacks write to one.
+            # Otherwise each task would open a run, but only the chief's callbacks write to a run.
             autologging._AUTOLOGGING_GLOBALLY_DISABLED = True
         original(self, *args, **kwargs)
 
@@ -95,7 +95,7 @@ def _preparing(original: Any) -> Any:
 
 @contextlib.contextmanager
 def engine_runs() -> Iterator[None]:
-    """Allow callbacks of tfdist, which Keras' own loop would ignore in part."""
+    """Allow callbacks of tfdist in the block. Keras' own loop would ignore some of their hooks."""
     token = _engine_runs.set(True)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Wait for peers with a deadline, naming those that are missing; compare versions; watch the chief.
+"""Startup checks between tasks: wait for peers, compare versions, and watch the chief.
 
-TensorFlow waits for ever for a task that never starts, and names nobody
-(https://github.com/tensorflow/tensorflow/issues/46169). Under multiworker it does so with Python's
-lock held, so that no thread of Python could tell: so the tasks wait for each other here first.
+TensorFlow waits for ever for a task that never starts, and does not name the task
+(https://github.com/tensorflow/tensorflow/issues/46169). Under multiworker this wait holds Python's
+lock, so no Python thread can report it. The tasks therefore wait for each other here first.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from tfdist.errors import (
 _LOG = logging.getLogger(__name__)
 
 LATER_S = 10.0
-"""How much longer a task waits inside TensorFlow than for its peers to answer. One that does not
-reach this task gives up before, and names it with its address."""
+"""Seconds that a task waits inside TensorFlow after its peers' timeout. A peer that cannot reach
+this task times out earlier, and reports this task's address."""
 
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What begins a connection of HTTP/2, and so of gRPC: a server must answer it at once."""
+"""First bytes of an HTTP/2 (and gRPC) connection. A server must answer them at once."""
 
 _PROBE_EVERY_S = 1.0
-_PROBE_ONE_EVERY_S = 0.02  # of a few
+_PROBE_ONE_EVERY_S = 0.02  # for each missing task
 _LOG_EVERY_S = 10.0
 _ANSWER_S = 0.5
 _LOCAL_ANSWER_S = 0.05
-"""Loopback answers at once, or drops the request while a server starts there (`local_only`)."""
+"""Timeout in seconds on loopback, which answers at once unless a server starts (`local_only`)."""
 
 
 def answers(address: str) -> bool:
-    """Return True when something accepts connections at ``host:port``."""
+    """Return True if a process accepts connections at ``host:port``."""
     try:
         with _connection(address, timeout_s=_ANSWER_S):
             return True
@@ -66,14 +66,14 @@ def _connection(address: str, *, timeout_s: float) -> socket.socket:
 
 
 def missing_peers(cluster: ClusterSpec, peers: Iterable[Task]) -> list[Task]:
-    """Return the tasks of `peers` at whose address nothing answers now."""
+    """Return the tasks of `peers` that do not accept a connection now."""
     return [task for task in peers if not answers(cluster.address(task))]
 
 
 def wait_for_answers(config: TaskConfig, tasks: Sequence[Task], *, timeout_s: float) -> list[Task]:
-    """Return once something answers at the address of each task; after `timeout_s`, those missing.
+    """Wait until each task accepts connections. Return the tasks missing after `timeout_s` seconds.
 
-    Logs now and then whom it waits for.
+    Every 10 seconds, log the missing tasks.
     """
     missing, start_s = list(tasks), time.monotonic()
     logged_s = start_s
@@ -85,27 +85,27 @@ def wait_for_answers(config: TaskConfig, tasks: Sequence[Task], *, timeout_s: fl
         if now_s - logged_s >= _LOG_EVERY_S:
             logged_s = now_s
             _LOG.warning("%s", waited_for(config, missing, now_s - start_s, timeout_s))
-        # The fewer are missing the sooner: the last to come is what all wait for.
+        # With fewer missing tasks, probe more often: all tasks wait for the last task.
         time.sleep(min(_PROBE_ONE_EVERY_S * len(missing), _PROBE_EVERY_S, remaining_s))
     return missing
 
 
 def at_addresses(cluster: ClusterSpec, tasks: Sequence[Task]) -> str:
-    """Report the tasks with their addresses, not too many of them."""
+    """Return a text with the first tasks and their addresses."""
     return named(f"{task} ({cluster.address(task)})" for task in tasks)
 
 
 def await_peers(config: TaskConfig, *, timeout_s: float) -> None:
-    """Return when every other training task has been seen at its address.
+    """Wait until every other training task accepts connections at its address.
 
-    Meanwhile this task answers at its own address, in place of the server that TensorFlow starts
-    there afterwards. The chief, whose server is where all others register, is the first to go on:
-    a client that comes before there is a server is refused, and gRPC tries again a second later.
+    During the wait this task accepts connections at its own address. TensorFlow starts its server
+    there afterwards. The chief returns first, because all tasks register at the chief's server.
+    gRPC retries only after a second, so the other tasks first wait for this server.
     Every task of a multiworker job calls it.
 
     Raises:
-      StartupTimeout: naming those that did not come within `timeout_s`, or the chief where its
-        server has not come in `LATER_S` more.
+      StartupTimeout: tasks are missing after `timeout_s` seconds, or the chief's server is missing
+        after `LATER_S` more seconds.
       UsageError: this task's own port is in use.
     """
     others = [task for task in config.cluster.training_tasks() if task != config.task]
@@ -124,9 +124,9 @@ def await_peers(config: TaskConfig, *, timeout_s: float) -> None:
 
 
 def serves(address: str, *, timeout_s: float) -> bool:
-    """True when a server of gRPC is at ``host:port``; waits for it while something listens there.
+    """Return True once a gRPC server answers at ``host:port``.
 
-    False as soon as nothing does.
+    Return False if the connection fails, closes or times out.
     """
     try:
         with _connection(address, timeout_s=timeout_s) as server:
@@ -156,9 +156,9 @@ def answering(config: TaskConfig) -> Iterator[socket.socket]:
 
 
 def answer_until_the_end(config: TaskConfig) -> None:
-    """Accept connections at this task's port as long as the process lives, from a thread.
+    """Accept connections at this task's port from a thread, until the process exits.
 
-    For a chief without a server of TensorFlow, which the evaluator watches.
+    A chief without a TensorFlow server calls it, so that the evaluator can watch the chief.
     """
 
     def answer() -> None:
@@ -171,10 +171,10 @@ def answer_until_the_end(config: TaskConfig) -> None:
 
 @contextlib.contextmanager
 def last_resort(*, timeout_s: float) -> Iterator[None]:
-    """End the process, with its Python stacks, when the block takes longer than `timeout_s`.
+    """Print the Python stacks and exit with code 1, if the block runs for over `timeout_s` seconds.
 
-    For a call into TensorFlow that holds Python's lock: the timer behind it needs none. It is
-    for the peer that was there and died before TensorFlow had seen it; the exit code is 1.
+    Use it for a TensorFlow call that holds Python's lock, which the timer does not need. Such a
+    call hangs if a peer dies after it answered and before TensorFlow connects to it.
     """
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
@@ -186,27 +186,27 @@ def last_resort(*, timeout_s: float) -> Iterator[None]:
 def waited_for(
     config: TaskConfig, missing: Sequence[Task], waited_s: float, timeout_s: float
 ) -> str:
-    """Return the line that names the tasks this one has waited for."""
+    """Return the message that names the missing tasks."""
     return (
         f"{config.task}: waited {waited_s:.0f} s of {timeout_s:.0f} s for "
         f"{at_addresses(config.cluster, missing)}. Fix: start them, or raise --startup_timeout_s"
     )
 
 
-# Versions of TensorFlow and tfdist, compared where the tasks of a job meet.
+# Versions of TensorFlow and tfdist, compared when the tasks of a job connect.
 #
-# Two versions may understand each other, or end with an error that names neither, or wait. Under ps
-# the chief compares them as the others come (`tfdist.ps.members`), under multiworker all do as they
-# join the ring (`tfdist.strategy.ring`).
+# Tasks with different versions may work, fail with an unclear error, or hang. Under ps the chief
+# compares the versions of tasks that connect (`tfdist.ps.members`). Under multiworker every task
+# compares them when it joins the ring (`tfdist.strategy.ring`).
 
 
 def own_versions() -> str:
-    """Return this process's, as tasks send them: ``TensorFlow 2.21.0, tfdist 0.1.0``."""
+    """Return the versions of this process, such as ``TensorFlow 2.21.0, tfdist 0.1.0``."""
     return f"TensorFlow {tf.__version__}, tfdist {sys.modules['tfdist'].__version__}"
 
 
 def require_same_versions(theirs: str, *, task: str, own: str, own_task: str) -> None:
-    """Raise UsageError with the names of both tasks where `theirs` are not this task's `own`."""
+    """Raise UsageError with the names of both tasks if their versions differ."""
     pairs = itertools.zip_longest(theirs.split(", "), own.split(", "), fillvalue="nothing")
     for found, expected in pairs:
         require(
@@ -219,7 +219,7 @@ def require_same_versions(theirs: str, *, task: str, own: str, own_task: str) ->
         )
 
 
-# Whether the chief of a job is there: for tasks that it does not lead through the training.
+# Watch of the chief, for tasks that the chief does not coordinate.
 
 
 _GONE_AFTER_S = 5.0
@@ -232,9 +232,9 @@ def wait_for_chief_to_end(
     timeout_s: float,
     met: threading.Event | None = None,
 ) -> int:
-    """Return the exit code once the chief came and went, never came, or `stop` was set.
+    """Wait until the chief exits, times out, or `stop` is set. Return this task's exit code.
 
-    Where `met` is set once the chief was seen, even if later polls miss it.
+    If `met` is set, the chief has been seen, even if every poll missed the chief.
     """
     address = config.cluster.address(config.cluster.chief_task)
     seen, last = False, time.monotonic()
@@ -253,10 +253,10 @@ def wait_for_chief_to_end(
 
 @functools.cache
 def chief_watch(config: TaskConfig, *, timeout_s: float) -> Future[int]:
-    """Return this task's exit code, known once the chief has ended or has not come in time.
+    """Return a future of this task's exit code, set when the chief exits or does not start in time.
 
-    For a task that the chief knows nothing of. One thread of the process watches the chief's port,
-    from the first call on.
+    Use it in a task that the chief does not coordinate. The first call starts a thread that
+    watches the chief's port.
     """
     code: Future[int] = Future()
 

@@ -1,15 +1,14 @@
-"""Ring all-reduce over a job's workers: each sends to the next one.
+"""Ring all-reduce over a job's workers. Each worker sends to the next worker.
 
 TensorFlow's own ring copies every piece through protocol buffers several times
-(``GrpcRemoteWorker::RecvBufAsync``), which for a few megabytes takes longer on a CPU than the wire.
-This one hands the tensors' own memory to the sockets. Every worker sends and receives
-``2 (n - 1) / n`` of the bytes, which is the least there can be (Patarasuk and Yuan, 2009,
-https://doi.org/10.1016/j.jpdc.2008.09.002), and all end with the same bits.
+(``GrpcRemoteWorker::RecvBufAsync``). For a few megabytes on a CPU these copies are slower than the
+network. This ring passes the tensors' memory to the sockets. Every worker sends and receives
+``2 (n - 1) / n`` of the bytes, the theoretical minimum (Patarasuk and Yuan, 2009,
+https://doi.org/10.1016/j.jpdc.2008.09.002). All workers get the same bits.
 
-To set it up, each worker listens at a port that the system gives it, tells it the others by a
-collective of TensorFlow's, and connects to the next (`connect`). Workers of one machine meet at a
-socket of that machine, which costs the processor less. Who does not know a worker's secret is not
-let in.
+For the setup, each worker listens at a port, sends the port to the others by a collective, and
+connects to the next worker (`connect`). Workers of one machine use a Unix socket, which needs less
+CPU time. A worker closes connections that do not present its secret.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ from tfdist.strategy import rendezvous
 
 _LOG = logging.getLogger(__name__)
 _OF_BYTES = 120
-# How many sums before this one, a checksum of what it is of, and that in words.
+# Number of earlier sums, checksum of the sum's description, and the description.
 _HEADER = struct.Struct(f"<QI{_OF_BYTES}s")
-_NO_MORE = 2**64 - 1  # in place of the number of a sum: the worker makes no more sums
+_NO_MORE = 2**64 - 1  # in place of a sum's number: the worker stops
 _ANSWER_S = 10.0
 _BUFFERS_A_CALL = 64
 _VECTOR = 32  # 512 bits of float16
-_Piece = tuple[int, int, int]  # of which array, from and up to which element
+_Piece = tuple[int, int, int]  # index of an array, first element, end element
 
 
 class Ring:
-    """One worker's place in the ring. Every worker makes the same sums in the same order.
+    """One worker's place in the ring. Every worker runs the same sums in the same order.
 
     Args:
-      rank: this worker's place, from 0.
-      names: what to call each worker in an error; they are at least 2.
-      ends: connections to the worker after this one, and to the one before it.
+      rank: Rank of this worker, from 0.
+      names: Names of all workers (at least 2) for error messages.
+      ends: Connections to the next worker and to the previous worker.
     """
 
     def __init__(
@@ -70,24 +69,24 @@ class Ring:
         self._at_work = threading.Lock()
         self._scratch = bytearray()
         self.lost = ""
-        """What went wrong with a neighbour, once something has; no sum can be made any more."""
+        """Reason why the ring is closed, or "". A closed ring cannot run sums."""
         self.differs: tuple[str, str] | None = None
-        """The neighbour's sum and this worker's where the neighbour makes another one."""
+        """Descriptions of the neighbour's sum and of this worker's sum, if they differ."""
         self.stopped = ""
-        """Why the neighbour makes no more sums; see `stop`."""
+        """Reason why the neighbour called `stop`, or ""."""
         for end in ends:
             end.setblocking(False)
         _close_in_children()
         _rings.add(self)
 
     def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
-        """Return the sum over the workers of each array: new ones, of the same shapes and types.
+        """Return the sum over the workers of each array, as new arrays of the same shape and type.
 
-        `of` says what is summed, in the same words in every worker: two sums of equal shapes are
-        distinguished by it.
+        `of` describes the sum, with the same text in every worker. It distinguishes sums of equal
+        shapes.
 
-        Raises ConnectionError when a neighbour has gone, or makes another sum, and RuntimeError
-        in a thread while another one of this worker is at a sum: they would have no order.
+        Raises ConnectionError if a neighbour has exited or runs another sum. Raises RuntimeError
+        if another thread of this worker runs a sum.
         """
         chunks = _chunks(tuple(array.size for array in arrays), self._size, apart=False)
         with self._at_sum():
@@ -97,11 +96,11 @@ class Ring:
         return [total.reshape(array.shape) for total, array in zip(sums, arrays, strict=True)]
 
     def reduce_scatter(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
-        """Return this worker's part of the sum of each array: flat, the elements `part` says.
+        """Return this worker's part of the sum of each array: the flat elements given by `part`.
 
-        For half of the bytes of `sum`, and with two workers to its bits. With more the order of
-        additions differs, as each array is divided among the workers by itself and not all of them
-        one after the other. Raises as `sum`.
+        It sends half of the bytes of `sum`. With two workers the bits equal those from `sum`. With
+        more workers the order of additions differs, because each array is divided separately.
+        Raises the errors of `sum`.
         """
         chunks = _chunks(tuple(array.size for array in arrays), self._size, apart=True)
         with self._at_sum():
@@ -112,14 +111,14 @@ class Ring:
     def all_gather(
         self, *parts: np.ndarray, sizes: Sequence[int], of: str = ""
     ) -> list[np.ndarray]:
-        """Return flat arrays of these sizes, of which each worker gives its `part`.
+        """Return the whole flat arrays, made from the `parts` of all workers.
 
-        Raises as `sum`.
+        Raises the errors of `sum`.
 
         Args:
-          parts: of each array the elements that `part` says.
-          sizes: elements of each whole array.
-          of: as in `sum`.
+          parts: This worker's elements of each array, as given by `part`.
+          sizes: Number of elements of each whole array.
+          of: Description (see `sum`).
         """
         wholes = [np.empty(size, part.dtype) for size, part in zip(sizes, parts, strict=True)]
         for whole, part in zip(wholes, parts, strict=True):
@@ -130,14 +129,14 @@ class Ring:
         return wholes
 
     def part(self, size: int) -> tuple[int, int]:
-        """Return the first and the end of this worker's elements of a flat array of `size`."""
-        own = (self._rank + 1) % self._size  # whole here first, of what goes round
+        """Return the first and end index of this worker's elements in a flat array of `size`."""
+        own = (self._rank + 1) % self._size  # the chunk that `_scatter` completes here
         bounds = _bounds(size, self._size)
         return bounds[own], bounds[own + 1]
 
     @contextlib.contextmanager
     def _at_sum(self) -> Iterator[None]:
-        """Let no other thread in, and leave the ring where what is done here fails."""
+        """Allow one thread in the block, and close the ring if the block fails."""
         if self.lost:
             raise ConnectionError(self.lost)
         if not self._at_work.acquire(blocking=False):
@@ -151,7 +150,7 @@ class Ring:
         except OSError as error:
             self._leave(str(error))
             raise ConnectionError(self.lost) from error
-        except BaseException as error:  # what is left on the wires belongs to no sum any more
+        except BaseException as error:  # unread bytes would corrupt a later sum
             self._leave(f"a sum of this worker was interrupted: {type(error).__name__}")
             raise
         finally:
@@ -159,16 +158,16 @@ class Ring:
             self._at_work.release()
 
     def stop(self, reason: str) -> str:
-        """Tell the next worker why this one makes no more sums, and end the connections.
+        """Send the next worker the reason why this worker stops, and close the connections.
 
-        Return which sum the previous worker is at, `reason` if it stops for the same reason, or ""
-        if it says nothing for 10 s. The next worker's sum fails, with the reason in `stopped`.
+        Return the previous worker's current sum, its own reason if it stops too, or "" if it sends
+        no answer within 10 s. The next worker's sum fails, with the reason in `stopped`.
         """
         header = _HEADER.pack(_NO_MORE, 0, reason.encode()[:_OF_BYTES])
         theirs = bytearray(_HEADER.size)
         into, deadline_s = deque([memoryview(theirs)]), time.monotonic() + _ANSWER_S
         with contextlib.suppress(ConnectionError), self._at_sum():
-            self._send(deque([memoryview(header)]))  # which fits into the socket's buffer
+            self._send(deque([memoryview(header)]))  # the header fits into the socket's buffer
             while into and (left_s := deadline_s - time.monotonic()) > 0:
                 if not self._receive(into):
                     select.select([self._from_previous], [], [], left_s)
@@ -176,7 +175,7 @@ class Ring:
         return "" if into else _in_words(theirs)
 
     def close(self) -> None:
-        """End the connections; the neighbours' next sum fails."""
+        """Close the connections. The neighbours' next sum fails."""
         self._leave("this worker has left the ring")
 
     def _leave(self, reason: str) -> None:
@@ -187,7 +186,7 @@ class Ring:
     def _scatter(
         self, arrays: Sequence[np.ndarray], chunks: Sequence[Sequence[_Piece]]
     ) -> list[np.ndarray]:
-        """Sum around the ring; return flat arrays of which this worker's chunk alone is whole."""
+        """Sum around the ring. In the returned flat arrays only this worker's chunk is complete."""
         mine = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
         sums = [np.empty_like(array) for array in mine]
         for hop in range(self._size - 1):
@@ -196,13 +195,13 @@ class Ring:
         return sums
 
     def _gather(self, sums: Sequence[np.ndarray], chunks: Sequence[Sequence[_Piece]]) -> None:
-        """Send this worker's chunk around the ring, and fill in those of the others."""
+        """Send this worker's chunk around the ring, and receive the other workers' chunks."""
         for hop in range(self._size - 1):
             out = _views(sums, chunks[(self._rank + 1 - hop) % self._size])
             self._exchange(out, _views(sums, chunks[(self._rank - hop) % self._size]))
 
     def _agree(self, arrays: Sequence[np.ndarray], of: str) -> None:
-        """Refuse to add what does not belong together."""
+        """Raise ConnectionError if the previous worker runs another sum."""
         what = f"{of} {[(array.dtype.name, array.shape) for array in arrays]}".encode()
         header = _HEADER.pack(self._sums, zlib.crc32(what), what[:_OF_BYTES])
         self._sums += 1
@@ -225,7 +224,7 @@ class Ring:
         sums: Sequence[np.ndarray],
         pieces: Sequence[_Piece],
     ) -> None:
-        """Receive the sum so far of these pieces, and add what this worker has."""
+        """Receive the partial sum of these pieces, and add this worker's elements."""
         sizes = [(stop - start) * mine[index].itemsize for index, start, stop in pieces]
         if len(self._scratch) < sum(sizes):
             self._scratch = bytearray(sum(sizes))
@@ -235,13 +234,13 @@ class Ring:
             got.append(whole[offset : offset + size])
             offset += size
         self._exchange(out, deque(got))
-        with np.errstate(all="ignore"):  # an overflow is for the loss scale to find
+        with np.errstate(all="ignore"):  # the loss scale detects an overflow
             for (index, start, stop), data in zip(pieces, got, strict=True):
                 theirs = np.frombuffer(data, mine[index].dtype)
                 np.add(theirs, mine[index][start:stop], out=sums[index][start:stop])
 
     def _exchange(self, out: deque[memoryview], into: deque[memoryview]) -> None:
-        """Send all of `out` to the next worker while `into` is filled by the previous one."""
+        """Send `out` to the next worker, and fill `into` from the previous worker."""
         while out or into:
             moved = bool(out) and self._send(out)
             moved |= bool(into) and self._receive(into)
@@ -297,7 +296,7 @@ class Ring:
 
 @functools.lru_cache(maxsize=64)
 def _chunks(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
-    """Divide arrays of these sizes, one after the other or each apart, into `count` chunks."""
+    """Divide arrays of these sizes into `count` chunks, as one sequence or each array `apart`."""
     if apart:
         bounds = [_bounds(size, count) for size in sizes]
         return [
@@ -317,10 +316,10 @@ def _chunks(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Pi
 
 
 def _bounds(size: int, count: int) -> list[int]:
-    """Divide so many elements among workers, in whole vectors of the widest instructions.
+    """Divide `size` elements among workers, in whole vectors of the widest CPU instructions.
 
-    Elements after the last whole vector are computed one by one, and of some operations (`rsqrt`)
-    to another last bit: so an element is computed in a part as in the whole.
+    The CPU computes elements after the last whole vector one by one. For some operations
+    (`rsqrt`) this changes the last bit. With whole vectors, a part gets the bits of the whole.
     """
     vectors = -(-size // _VECTOR)
     return [min(size, vectors * chunk // count * _VECTOR) for chunk in range(count + 1)]
@@ -338,7 +337,7 @@ def _views(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[memo
 
 
 def _take(views: deque[memoryview], count: int) -> None:
-    """Leave out the first `count` bytes."""
+    """Remove the first `count` bytes."""
     while count:
         if count < len(views[0]):
             views[0] = views[0][count:]
@@ -351,7 +350,7 @@ _rings: weakref.WeakSet[Ring] = weakref.WeakSet()
 
 @functools.cache
 def _close_in_children() -> None:
-    """Have forked children close their copies: neighbours see an end once the last is closed."""
+    """Close the sockets in forked children, so that neighbours notice when this worker exits."""
 
     def close() -> None:
         for ring in list(_rings):
@@ -360,17 +359,17 @@ def _close_in_children() -> None:
     os.register_at_fork(after_in_child=close)
 
 
-# Setup: workers connect to their neighbours, or agree not to use a ring.
+# Setup. Workers connect to their neighbours, or agree to use no ring.
 
 
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")
 _ROW = struct.Struct(f"<I{_SECRET_BYTES}s64s")
-_HELLO_S = 1.0  # how long a client may take to say who it is
-_PAUSE_S = 0.01  # after a connection that could not be taken
+_HELLO_S = 1.0  # seconds a client has to identify itself
+_PAUSE_S = 0.01  # after a failed accept
 _BUFFER_BYTES = 4 * 2**20
-# A machine that has vanished is noticed after about half a minute by who waits for its part. No
-# limit for what is sent (TCP_USER_TIMEOUT): it would end with a worker that is only slow to read.
+# A waiting worker notices after about 30 s that a neighbour's machine is down. TCP_USER_TIMEOUT is
+# not set, because it would also disconnect a worker that reads slowly.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 Sum = Callable[[np.ndarray], np.ndarray]
@@ -386,18 +385,18 @@ def connect(
     ports: range | None = None,
     stride: int = 1,
 ) -> tuple[socket.socket, socket.socket] | None:
-    """Return connections to the next worker and the previous one; the last one's next is the first.
+    """Return the connections to the next worker and the previous worker. A collective.
 
-    None in every worker if one cannot connect. A collective.
+    The last worker connects to the first. Return None in every worker if a worker cannot connect.
 
     Args:
-      rank: this worker's place, from 0.
-      addresses: ``host:port`` of each worker; the host is where its neighbours look for it.
-      names: what to call each worker in a message.
-      total: sums an int32 vector of the same length over the workers. A collective.
-      timeout_s: how long to wait for both neighbours.
-      ports: where to listen for workers of other machines; None for a port that the system gives.
-      stride: how many places on the next worker is.
+      rank: Rank of this worker, from 0.
+      addresses: ``host:port`` of each worker. Neighbours connect to the host.
+      names: Names of all workers for messages.
+      total: Function that sums an int32 vector over the workers. A collective.
+      timeout_s: Seconds to wait for both neighbours.
+      ports: Ports to listen at for other machines, None for any free port.
+      stride: Distance in ranks to the next worker (default: 1).
     """
     size, secret = len(addresses), secrets.token_bytes(_SECRET_BYTES)
     hosts = [split_address(address)[0] for address in addresses]
@@ -436,7 +435,7 @@ def connect(
 
 
 def _listen_for_others(ports: range | None, *, only_local: bool = False) -> socket.socket | None:
-    """Listen for workers in other network namespaces or machines; None if no port is free."""
+    """Listen for workers in other network namespaces or machines, None if no port is free."""
     for port in ports or (0,):
         with contextlib.suppress(OSError):
             return listen(port, only_local=only_local)
@@ -444,7 +443,7 @@ def _listen_for_others(ports: range | None, *, only_local: bool = False) -> sock
 
 
 def _local_name(secret: bytes) -> bytes:
-    """Return a name that others can see, and that does not tell the secret."""
+    """Return a public socket name that does not reveal the secret."""
     return b"\0tfdist-" + hashlib.sha256(b"place" + secret).hexdigest()[:32].encode()
 
 
@@ -469,14 +468,14 @@ def _connect(host: str, port: int, hello: bytes, deadline_s: float) -> socket.so
 def accepted(
     listeners: Sequence[socket.socket], expected: Collection[bytes], deadline_s: float
 ) -> dict[bytes, socket.socket]:
-    """Return the connections that say each of `expected`, all as long; others are closed.
+    """Return the connections by `expected` message, and close all other connections.
 
-    All are heard at once, each for `_HELLO_S`: a client that says nothing delays nobody. Who has
-    not come by the deadline is left out.
+    Each client has `_HELLO_S` seconds to send its message. A silent client delays no other client.
+    The result omits clients that miss the deadline. All messages have the same length.
     """
     size = len(next(iter(expected)))
     found: dict[bytes, socket.socket] = {}
-    clients: dict[Any, tuple[bytes, float]] = {}  # what each has said, and until when it may
+    clients: dict[Any, tuple[bytes, float]] = {}  # bytes so far, and deadline
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         stack.callback(lambda: [client.close() for client in clients])
         for listener in listeners:
@@ -494,7 +493,7 @@ def accepted(
                 if len(said) == size or until_s < now_s:
                     selector.unregister(client)
                     del clients[client]
-                    # A client that has gone, or that is not expected, is closed.
+                    # Close a client that has disconnected or that is not expected.
                     with contextlib.suppress(OSError), contextlib.ExitStack() as not_expected:
                         not_expected.enter_context(client)
                         known = any(hmac.compare_digest(said, each) for each in expected)
@@ -505,7 +504,7 @@ def accepted(
 
 
 def _next_client(listener: socket.socket) -> socket.socket | None:
-    """Accept a connection; None where the client has gone, or no descriptor is left."""
+    """Accept a connection. Return None if the client disconnected or no descriptor is free."""
     try:
         client = listener.accept()[0]
     except OSError:
@@ -516,7 +515,7 @@ def _next_client(listener: socket.socket) -> socket.socket | None:
 
 
 def _heard(client: socket.socket, said: bytes, until_s: float, *, size: int) -> tuple[bytes, float]:
-    """Return what a client has said now, and until when it may: one that has gone no longer."""
+    """Return the client's bytes so far and its deadline (0.0 if the client disconnected)."""
     try:
         piece = client.recv(size - len(said))
     except OSError:
@@ -525,7 +524,7 @@ def _heard(client: socket.socket, said: bytes, until_s: float, *, size: int) -> 
 
 
 def exactly(end: socket.socket, count: int) -> bytes:
-    """Receive so many bytes; raise OSError where no more come in time, or at all."""
+    """Receive `count` bytes. Raise OSError if the connection closes or times out."""
     data = b""
     while len(data) < count:
         piece = end.recv(count - len(data))

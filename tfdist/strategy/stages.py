@@ -1,9 +1,9 @@
-"""Setup of a pipeline: tasks, one for each stage, meet at the chief and connect to each other.
+"""Setup of a pipeline: the tasks connect to the chief, then to each other. Each runs one stage.
 
-There is no server of TensorFlow's. Every task connects to the chief at its address in TF_CONFIG and
-sums a few numbers over the tasks there, which is all that setting up a ring needs. The ring then
-carries what all tasks tell each other, and a line of connections of its own what goes from stage
-to stage.
+A pipeline has no TensorFlow server. Every task connects to the chief's address in TF_CONFIG. The
+chief sums a few numbers over the tasks, and the tasks set up a ring with these sums. The ring then
+carries the sums over all tasks. Separate connections between neighbouring stages carry
+activations and gradients.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _RETRY_S = 0.05
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineOptions:
-    """How a model is divided over stages and a batch over micro-batches.
+    """Options that divide a model into stages and a batch into micro-batches.
 
     Attributes:
-      split_size: examples of a micro-batch at the most; None for four times as many micro-batches
-        as there are stages; ``auto`` for the fastest of a few sizes, tried at the first step.
-      schedule: ``1f1b`` or ``gpipe``; ``serial`` runs one micro-batch at a time.
-      keep: ``tape`` keeps the activations of micro-batches under way, ``recompute`` computes them
-        again, ``compiled`` keeps them inside one compiled call for all passes of a step.
-      cut: names of the last layer of each stage but the last one, or ``auto`` to divide by
+      split_size: Most examples in a micro-batch. None makes four micro-batches for each stage.
+        ``auto`` tries a few sizes at the first step and uses the fastest.
+      schedule: ``1f1b``, ``gpipe``, or ``serial`` (one micro-batch at a time).
+      keep: ``tape`` keeps the activations of unfinished micro-batches. ``recompute`` computes them
+        again. ``compiled`` keeps them inside one compiled call for all passes of a step.
+      cut: Name of the last layer of each stage except the last stage, or ``auto`` to divide by
         measured times.
     """
 
@@ -64,13 +64,13 @@ class PipelineOptions:
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class Choices:
-    """What a job has chosen by itself, which a resumed run goes on with.
+    """Automatic choices of a job, which a resumed run reuses.
 
     Attributes:
-      cuts: the nodes of a model's graph that it is cut behind, by `cut_key`.
-      split_size: examples of a micro-batch at the most; None if it is not chosen.
-      counted: whether to choose by counted work, which is always the same, and not by time.
-      files: where the chief keeps the choices, from before their first use.
+      cuts: Nodes of the model's graph after which a stage ends, by `cut_key`.
+      split_size: Most examples in a micro-batch, None if not chosen.
+      counted: True to choose by counted work, which is deterministic. False to choose by time.
+      files: Files in which the chief saves the choices before their first use.
     """
 
     cuts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
@@ -79,13 +79,13 @@ class Choices:
     files: list[Path] = dataclasses.field(default_factory=list)
 
     def state(self) -> dict[str, Any]:
-        """Return the choices as JSON, for `take`."""
+        """Return the choices as a JSON object for `take`."""
         return {"cuts": dict(self.cuts), "split_size": self.split_size}
 
     def take(self, state: Any, *, where: object) -> None:
-        """Take choices of an earlier start; those of another model stay.
+        """Add the choices of an earlier start. Keep existing choices for other models.
 
-        Raises UsageError, which names `where` they were read, for what is none.
+        Raises UsageError, which names `where`, if `state` is not a dict of choices.
         """
         try:
             cuts = dict(state.get("cuts") or {})
@@ -107,13 +107,13 @@ class Choices:
         self.split_size = size
 
     def keep(self) -> None:
-        """Write the choices to the files. The chief calls it before a choice is used."""
+        """Write the choices to the files. The chief calls it before the job uses a choice."""
         for path in self.files if self.cuts or self.split_size else ():
             with one_line_errors(path):
                 write_json(path, self.state())
 
     def read(self) -> dict[str, Any]:
-        """Return the choices in the first file, nothing if there are none."""
+        """Return the choices in the first existing file, or empty choices."""
         found = Choices()
         for path in itertools.islice(filter(Path.is_file, self.files), 1):
             with one_line_errors(path):
@@ -127,7 +127,7 @@ class Choices:
 
 
 def cut_key(digest: str, count: int) -> str:
-    """Return the key of a cut of the graph of this digest in so many stages."""
+    """Return the key of a graph's cut into `count` stages."""
     return f"{digest}/{count}"
 
 
@@ -136,16 +136,16 @@ class Stages:
     """Place of this task in its pipeline.
 
     Attributes:
-      index: of this task's stage.
-      count: of the stages.
-      names: of the pipeline's tasks, by stage.
-      options: as in `make_strategy`.
-      before: connected to the stage before; None in the first.
-      after: connected to the stage after; None in the last.
-      pipeline: which of the pipelines this task is in.
-      pipelines: of the job.
-      peers: sums over the equal stages of all pipelines; None for one pipeline.
-      chosen: what the job has chosen by itself.
+      index: Index of this task's stage.
+      count: Number of stages.
+      names: Names of the pipeline's tasks, by stage.
+      options: Options given to `make_strategy`.
+      before: Connection to the previous stage, None in the first stage.
+      after: Connection to the next stage, None in the last stage.
+      pipeline: Index of this task's pipeline.
+      pipelines: Number of pipelines in the job.
+      peers: Ring over the same stage of all pipelines, None if there is only one pipeline.
+      chosen: Automatic choices of the job.
     """
 
     index: int
@@ -163,10 +163,10 @@ class Stages:
 def join(
     config: TaskConfig, options: PipelineOptions, *, timeout_s: float, ports: range | None
 ) -> tuple[Stages, Ring | None]:
-    """Return this task's place, and its ring, None for one stage. Every task calls it.
+    """Return this task's place and its ring (None in a job of one task). A collective.
 
     Raises:
-      StartupTimeout: naming those that did not come, or could not be reached.
+      StartupTimeout: a task did not start in time, or a task cannot reach its neighbour.
     """
     tasks = config.cluster.training_tasks()
     count = config.options.stages or len(tasks)
@@ -214,7 +214,7 @@ def join(
 
 @contextlib.contextmanager
 def meeting(config: TaskConfig, *, timeout_s: float) -> Iterator[Sum]:
-    """Yield what sums an int32 vector over the tasks, by way of the chief. Every task calls it."""
+    """Yield a function that sums an int32 vector over the tasks at the chief. A collective."""
     deadline_s = time.monotonic() + timeout_s
     tasks, is_chief = config.cluster.training_tasks(), config.task == config.cluster.chief_task
     with contextlib.ExitStack() as stack:
