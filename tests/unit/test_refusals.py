@@ -49,7 +49,7 @@ PROGRAMS = {
     "serve": serve._serve,
     "submit": submit._run,
 }
-REPLACED = {"{slurm}": SLURM, "{pods}": PODS, "{long}": "x" * 300, "{file}": __file__}
+REPLACED = {"{slurm}": SLURM, "{pods}": PODS, "{long}": "x" * 300, "{file}": shlex.quote(__file__)}
 TABLE = Path(__file__).parent / "data" / "refusals.txt"
 
 
