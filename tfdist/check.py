@@ -75,8 +75,7 @@ Findings = Iterator[Finding]
 def of_error(error: UsageError, *, subject: str = "") -> Finding:
     """Convert an error of a parser to a finding."""
     where = f"{subject} {error.where}".strip() if error.where != subject else subject
-    problem = f"received {error.received}; expected {error.expected}"
-    return Finding(subject=where, problem=problem, fix=error.fix)
+    return Finding(subject=where, problem=error.problem, fix=error.fix)
 
 
 # Settings: TF_CONFIG, the environment, files and a command line.

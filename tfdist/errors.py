@@ -1,6 +1,6 @@
 """Exception types and the exit code of each.
 
-A user's mistake prints one line, ``where: received X; expected Y. Fix: Z``, without a traceback.
+A user's mistake prints one line, ``where: problem. Fix: action``, without a traceback.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -32,15 +33,24 @@ class UsageError(TfdistError, ValueError):
 
     `code` names the cause and stays stable when the wording changes. It is the broken rule
     (``"TFC016"``), or a few lower-case words (``"unknown-value"``). Tests and programs compare
-    `where` and `code`. The message is for the reader.
+    `where` and `code`. The message is for the reader: `problem` is a sentence without its full
+    stop, and contains the received value if that helps.
     """
 
     exit_code = EXIT_USAGE
 
     def __init__(
-        self, where: str, *, received: object, expected: str, fix: str, code: str = ""
+        self,
+        where: str,
+        problem: str = "",
+        *,
+        received: object = None,
+        expected: str = "",
+        fix: str,
+        code: str = "",
     ) -> None:
-        super().__init__(f"{where}: received {received}; expected {expected}. Fix: {fix}")
+        self.problem = problem or f"received {received}; expected {expected}"
+        super().__init__(f"{where}: {self.problem}. Fix: {fix}")
         self.where = where
         self.received = received
         self.expected = expected
@@ -48,8 +58,8 @@ class UsageError(TfdistError, ValueError):
         self.code = code
 
     def __reduce__(self) -> tuple[object, ...]:
-        parts = {name: getattr(self, name) for name in ("received", "expected", "fix", "code")}
-        return functools.partial(UsageError, self.where, **parts), ()
+        names = ("problem", "received", "expected", "fix", "code")
+        return functools.partial(UsageError, self.where, **{n: getattr(self, n) for n in names}), ()
 
 
 class StartupTimeout(TfdistError, TimeoutError):
@@ -128,12 +138,10 @@ def given_twice(flag: str) -> UsageError:
     )
 
 
-def require(
-    condition: object, where: str, *, received: object, expected: str, fix: str, code: str
-) -> None:
+def require(condition: object, where: str, problem: str = "", **parts: Any) -> None:
     """Raise UsageError unless `condition` holds. Use it if the texts are cheap to build."""
     if not condition:
-        raise UsageError(where, received=received, expected=expected, fix=fix, code=code)
+        raise UsageError(where, problem, **parts)
 
 
 def require_int(

@@ -479,9 +479,5 @@ def _place(name: str) -> Iterator[None]:
         yield
     except UsageError as error:
         raise UsageError(
-            f"{name} {error.where}".rstrip(),
-            received=error.received,
-            expected=error.expected,
-            fix=error.fix,
-            code=error.code,
+            f"{name} {error.where}".rstrip(), error.problem, fix=error.fix, code=error.code
         ) from None

@@ -245,7 +245,7 @@ def draw_plot(
     try:
         figure, axes_of_panels = empty_panels("plot", columns=len(names), width=5.2)
     except UsageError as error:
-        logger.info("no plot: %s; %s", error.received, error.fix)
+        logger.info("no plot: %s; %s", error.problem, error.fix)
         return None
     for axes, name in zip(axes_of_panels, names, strict=True):
         _draw_panel(axes, lines, name)
