@@ -134,7 +134,7 @@ def named(things: Iterable[object], *, most: int = 8) -> str:
 def given_twice(flag: str) -> UsageError:
     """Return the error for a repeated flag (argparse would silently use the last value)."""
     return UsageError(
-        flag, received="it twice", expected="one value", fix="give it once", code="given-twice"
+        flag, "the flag is given more than once", fix="pass the flag once", code="given-twice"
     )
 
 
@@ -155,8 +155,7 @@ def require_int(
     bound = "" if least is None else f" of at least {least}"
     raise UsageError(
         where,
-        received=repr(value),
-        expected=f"a whole number{bound}",
+        f"{value!r} is not a whole number{bound}",
         fix=fix or f"pass an int, such as {1 if least is None else max(least, 1)}",
         code=code,
     )
@@ -185,9 +184,8 @@ def require_number(
     bounds += [f"of at least {least:g}"] if least is not None else []
     raise UsageError(
         where,
-        received=repr(value),
-        expected=" ".join(["a number", *([f"of {unit}"] if unit else []), *bounds]),
-        fix=fix or "pass such a number",
+        " ".join([f"{value!r} is not a finite number", *([f"of {unit}"] if unit else []), *bounds]),
+        fix=fix or ("pass a number in this range" if bounds else "pass a finite number"),
         code=code,
     )
 
@@ -199,11 +197,11 @@ def require_one_of(
     names = list(choices)
     if isinstance(value, str) and value in names:
         return value
+    listed = named(names, most=30)
     raise UsageError(
         where,
-        received=f"{value!r}{near(str(value), names)}",
-        expected=f"one of {', '.join(names)}",
-        fix=fix or "name one of them",
+        f"{value!r} is unknown{near(str(value), names)}",
+        fix=f"{fix} (choices: {listed})" if fix else f"choose from {listed}",
         code=code,
     )
 
@@ -216,9 +214,8 @@ def require_packages(where: str, *names: str, extra: str) -> None:
     require(
         not missing,
         where,
-        received=f"an environment without {', '.join(missing)}",
-        expected=f"the packages of the extra {extra!r}",
-        fix=f"pip install 'tfdist[{extra}]'",
+        f"the package{'s' * (len(missing) > 1)} {', '.join(missing)} cannot be imported",
+        fix=f"run pip install 'tfdist[{extra}]'",
         code="missing-package",
     )
 
@@ -232,9 +229,8 @@ def opening_port(flag: str, address: object) -> Iterator[None]:
         reason, _, _ = f"{getattr(error, 'strerror', None) or error}".partition(" (while ")
         raise UsageError(
             flag,
-            received=f"{address} ({reason})",
-            expected="an address and a free port of this machine",
-            fix="end what listens there, or give another one",
+            f"cannot listen on {address}: {reason}",
+            fix="choose a free port and an address of this host, or stop the process on that port",
             code="port-taken",
         ) from None
 
@@ -244,14 +240,13 @@ def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:
 
     Args:
         given: Values by the names that the user wrote, such as ``{"--join": options.join}``.
-        fix: Advice in the error (default: leave out all but one).
+        fix: Advice in the error (default: leave out all except one of them).
     """
     names = [name for name, value in given.items() if value not in (None, False, "")]
     if len(names) > 1:
         raise UsageError(
             names[0],
-            received=f"{' and '.join(names)} together",
-            expected="one of them",
-            fix=fix or "leave out all but one",
+            f"{' and '.join(names)} exclude each other",
+            fix=fix or "leave out all except one of them",
             code="exclusive",
         )

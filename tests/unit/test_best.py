@@ -37,9 +37,9 @@ def test_a_metric_that_is_not_known_is_refused():
     for name, logs in (("los", {"loss": 1.0}), ("val_los", {"loss": 1.0, "val_loss": 2.0})):
         error = refusal(lambda name=name, logs=logs: Best(name, "min").epoch_ends(logs))
         assert (error.where, error.code) == ("BackupAndRestore: best", "unknown-value")
-        assert f"'{name}s'" in str(error.received)
+        assert f"'{name}s'" in error.problem
     error = refusal(lambda: best_so_far(lines(1.0), monitor="val_los", less=True))
-    assert "'val_loss'" in str(error.received)
+    assert "'val_loss'" in error.problem
 
 
 def test_an_epoch_without_validation_is_no_error(caplog):

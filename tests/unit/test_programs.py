@@ -184,7 +184,7 @@ for extra, call in {{
     try:
         call()
     except tfdist.UsageError as error:
-        assert error.fix == f"pip install 'tfdist[{{extra.strip()}}]'", error
+        assert error.fix == f"run pip install 'tfdist[{{extra.strip()}}]'", error
     else:
         raise AssertionError(extra)
 for extra, program, words in (
