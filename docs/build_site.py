@@ -31,6 +31,8 @@ def main() -> int:
         _copy(source)
         for linked in _files_linked_by(source):
             _copy(linked)
+    for file in (ROOT / "docs/style/site.css", ROOT / "docs/images/logo.svg"):
+        _copy(file)
     config = (ROOT / "docs" / "zensical.toml").read_text()
     config = config.replace("nav = []", f"nav = {_as_toml(navigation())}")
     (BUILD / "zensical.toml").write_text(config)
@@ -62,32 +64,33 @@ def _files_linked_by(page: Path) -> Iterator[Path]:
 
 
 def navigation() -> list[object]:
-    """Return the sections of docs/index.md with their pages, as the generator takes them."""
-    sections: list[object] = ["README.md", "docs/index.md"]
-    seen = {*sections}
-    for part in re.split(r"^## ", (ROOT / "docs/index.md").read_text(), flags=re.MULTILINE)[1:]:
-        cells = "".join(re.findall(r"^\| (\[.*?) \|", part, re.MULTILINE))
-        linked = re.findall(r"\(([^)#]+\.md)\)", cells)
-        pages = [str((ROOT / "docs" / link).resolve().relative_to(ROOT)) for link in linked]
-        pages = [page for page in dict.fromkeys(pages) if page not in seen]
-        title = part.partition("\n")[0]
-        if title == "Names":
-            pages = ["docs/api.md"]
-        seen |= {*pages}
-        if pages:
-            sections.append({title: pages})
-    return sections
+    """Return the tabs of the site: the sections of docs/index.md, with their parts and pages."""
+    tabs: list[object] = ["README.md"]
+    seen = {"README.md"}
+    text = (ROOT / "docs/index.md").read_text()
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        tab: list[object] = ["docs/index.md"] if len(tabs) == 1 else []
+        for part in re.split(r"^### ", section, flags=re.MULTILINE):
+            cells = "".join(re.findall(r"^\| (\[.*?) \|", part, re.MULTILINE))
+            linked = re.findall(r"\(([^)#]+\.md)\)", cells)
+            pages = [str((ROOT / "docs" / link).resolve().relative_to(ROOT)) for link in linked]
+            pages = [page for page in dict.fromkeys(pages) if page not in seen]
+            seen |= {*pages}
+            if not section.startswith(part) and pages:
+                tab.append({part.partition("\n")[0]: pages})
+            else:
+                tab += pages
+        tabs.append({section.partition("\n")[0]: tab})
+    return tabs
 
 
-def _as_toml(nav: list[object]) -> str:
-    """Return a list of strings and of tables of one list each as TOML."""
-    entries = [
-        json.dumps(entry)
-        if isinstance(entry, str)
-        else ", ".join(f"{{{json.dumps(k)} = {json.dumps(v)}}}" for k, v in entry.items())
-        for entry in nav
-    ]
-    return "[" + ", ".join(entries) + "]"
+def _as_toml(entry: object) -> str:
+    """Return pages, and sections of pages, as TOML."""
+    if isinstance(entry, list):
+        return "[" + ", ".join(map(_as_toml, entry)) + "]"
+    if isinstance(entry, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_as_toml(v)}" for k, v in entry.items()) + "}"
+    return json.dumps(entry)
 
 
 if __name__ == "__main__":
