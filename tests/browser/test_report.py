@@ -71,6 +71,28 @@ def test_the_page_fits_and_says_nothing_on_the_console(browser, name, width, is_
     assert browser.console == []
 
 
+def test_pointing_at_a_chart_shows_the_same_step_in_all_charts_of_steps(browser, tmp_path):
+    (tmp_path / "page.html").write_text(PAGES["run"]())
+    browser.open((tmp_path / "page.html").as_uri(), width=1280)
+    shown = browser.run("""(() => {
+      const hit = document.querySelectorAll("svg[data-axis=step] .hit")[3];
+      hit.dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
+      return [...document.querySelectorAll("svg:has(.crosshair)")].map((svg) => [
+        svg.dataset.axis === "step",
+        svg.querySelector(".crosshair.shown") !== null,
+        svg.parentElement.querySelector(".readout").textContent,
+        hit.textContent.split("\\n")[0],
+      ]);
+    })()""")
+    assert {(is_step, is_shown) for is_step, is_shown, _, _ in shown} == {
+        (True, True),
+        (False, False),
+    }
+    for is_step, _, readout, step in shown:
+        assert readout.startswith(step) if is_step else readout == ""
+    assert browser.console == []
+
+
 @pytest.mark.parametrize("seconds", [7.3, 4000, 90_000])
 def test_labels_of_a_timeline_do_not_touch_on_a_telephone(browser, seconds, tmp_path):
     run = read_run(RUNS / "multiworker")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -36,10 +40,13 @@ from tfdist.report.run import AttemptRecord, Run, TaskHistory, TaskSpan, moment
 from tfdist.report.sweep import SweepRecord, sweep_section
 
 STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+CROSSHAIR = Path(__file__).with_name("crosshair.js").read_text(encoding="utf-8")
 FOLLOW = Path(__file__).with_name("follow.js").read_text(encoding="utf-8")
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-_MORE_TO_FOLLOW = "; script-src 'unsafe-inline'; connect-src 'self'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {}"
+_MORE_TO_FOLLOW = "; connect-src 'self'"
 _MAX_CHARTS = 8
+_FIRST_CHARTS = 2
+"""Number of metrics whose charts are large: the loss and the first metric."""
 
 
 def render(
@@ -50,7 +57,8 @@ def render(
 ) -> str:
     """Return the page. With `is_followed` the page reloads itself while a run is running."""
     names = [*(sweep.name for sweep in sweeps), *(run.name for run in runs)]
-    title = named(names, most=4)
+    title = " · ".join([names[0], *_origin(runs[0])]) if len(names) == 1 and runs else ""
+    title = title or named(names, most=4)
     is_going = "running" in (*(s.status for s in sweeps), *(run.status for run in runs))
     link_of = {run.path: f"#run-{index}" for index, run in enumerate(runs)}
     body = [
@@ -59,7 +67,8 @@ def render(
         _comparison(runs) if len(runs) > 1 else "",
         *(_run_section(run, i) for i, run in enumerate(runs)),
     ]
-    policy = _POLICY + (_MORE_TO_FOLLOW if is_followed else "")
+    scripts = (CROSSHAIR, FOLLOW) if is_followed else (CROSSHAIR,)
+    policy = _POLICY.format(" ".join(map(_hash, scripts))) + _MORE_TO_FOLLOW * is_followed
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -67,8 +76,20 @@ def render(
         f'<link rel="icon" href="data:,"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head><body>"
         f'<main data-state="{"going" if is_going else "over"}">{"".join(body)}</main>'
-        f"{f'<script>{FOLLOW}</script>' if is_followed else ''}</body></html>\n"
+        f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
     )
+
+
+def _hash(script: str) -> str:
+    """Return the source of a Content-Security-Policy that allows one inline script."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _origin(run: Run) -> list[str]:
+    """Return strategy, command and start of a run, without unknown ones."""
+    begin = clock(run.begin) if run.begin else ""
+    return [part for part in (run.strategy, str(run.job.get("command") or ""), begin) if part]
 
 
 def _contents(runs: Sequence[Run], sweeps: Sequence[SweepRecord]) -> str:
@@ -138,6 +159,7 @@ def _run_section(run: Run, index: int) -> str:
     legend = f'<ul class="legend">{legend}</ul>'
     return (
         f'<section class="run" id="run-{index}"><h1>{escape(run.name)} {badge(run.status)}</h1>'
+        f"<p>{escape(' · '.join(_origin(run)))}</p>"
         f'<p class="path">{escape(str(run.path))}</p>{_figures(run)}'
         f"{section('Failures', _failures(run))}"
         f"{section('Curves', _curves(run))}"
@@ -194,9 +216,10 @@ def _curves(run: Run) -> str:
     def memory(one: TaskHistory) -> list[tuple[float, float]]:
         return [(i * one.width_s, m / 2**20) for i, m in enumerate(one.memory_bytes) if m]
 
-    return cards(
+    metrics = [_metric_chart(run, name, marks) for name in run.metric_names[:_MAX_CHARTS]]
+    return cards(metrics[:_FIRST_CHARTS], "large") + cards(
         [
-            *(_metric_chart(run, name, marks) for name in run.metric_names[:_MAX_CHARTS]),
+            *metrics[_FIRST_CHARTS:],
             chart("Examples per second", whole, x_label="step", marks=marks),
             _chart_by_task(run, "Steps per second, by task", TaskHistory.rates),
             _chart_by_task(run, "Memory in MiB, by task", memory),
@@ -224,9 +247,10 @@ def _chart_by_task(
 ) -> str:
     """Return a chart over the time of all attempts. Lines break between attempts."""
     series: dict[str, list[tuple[float, float]]] = {}
+    time = FoldedTime.of(run)
     for attempt in run.attempts:
         for task, history in attempt.history.items():
-            offset = history.begin - run.begin
+            offset = time.at(history.begin)
             points = [(offset + at, y) for at, y in points_of(history)]
             series.setdefault(task, []).extend([(offset, math.nan), *points] if points else [])
     moving = [(task, ps) for task, ps in sorted(series.items()) if any(y > 0 for _, y in ps)]
@@ -234,7 +258,40 @@ def _chart_by_task(
         Series(name=task, points=points, colour=i, is_dashed=bool(i % 2))
         for i, (task, points) in enumerate(moving[:NUM_COLOURS])
     ]
-    return chart(title, lines, x_label="seconds from the first start")
+    return chart(title, lines, x_label="seconds from the first start" + time.remark)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedTime:
+    """Seconds from the start of a run, without most of the long gaps between its attempts."""
+
+    begin: float
+    gaps: tuple[tuple[float, float], ...]
+    """Begin and end of each gap that is folded."""
+    width: float
+    """Seconds that a folded gap takes."""
+
+    @classmethod
+    def of(cls, run: Run) -> FoldedTime:
+        """Fold each gap that is longer than a tenth of the attempts together, and than 10 s."""
+        spans = [(a.begin, a.end) for a in run.attempts if a.begin is not None and a.end]
+        active = sum(end - begin for begin, end in spans)
+        gaps = ((end, begin) for (_, end), (begin, _) in itertools.pairwise(spans))
+        long = tuple(gap for gap in gaps if gap[1] - gap[0] > max(10.0, active / 10))
+        return cls(run.begin, long, active / 40)
+
+    def at(self, moment: float) -> float:
+        """Return the position of a moment in seconds."""
+        position = moment - self.begin
+        for left, right in self.gaps:
+            inside = min(max(0.0, moment - left), right - left)
+            position -= inside * (1 - self.width / (right - left))
+        return position
+
+    @property
+    def remark(self) -> str:
+        """Return the end of an axis label, empty if no gap is folded."""
+        return ", without gaps between attempts" if self.gaps else ""
 
 
 def _totals(run: Run) -> dict[str, dict[str, float]]:
@@ -265,7 +322,9 @@ def _time_spent(totals: dict[str, dict[str, float]], used: Sequence[str], legend
             seconds = parts.get(part, 0.0)
             share = 100 * seconds / max(sum(parts.values()), 1e-9)
             tip = f"{task}\n{PARTS[part][0]}: {duration(seconds)} ({share:.0f} %)"
-            stack += _bar(part, left / longest, (left + seconds) / longest, tip) if seconds else ""
+            label = f"{share:.0f} % · {duration(seconds)}" if seconds > longest / 6 else ""
+            if seconds:
+                stack += _bar(part, left / longest, (left + seconds) / longest, tip, label)
             left += seconds
         rows.append(f'<span>{escape(task)}</span><div class="track">{stack}</div>')
     return card(
@@ -355,11 +414,11 @@ PARTS = {
 _PART_OF = {phase: part for part, (_, phases) in PARTS.items() for phase in phases}
 
 
-def _bar(part: str, left: float, right: float, tip: str) -> str:
+def _bar(part: str, left: float, right: float, tip: str, label: str = "") -> str:
     """Return a bar of a track. `left` and `right` are fractions of the track's width."""
     place = f"left:{100 * left:.2f}%;width:{100 * (right - left):.2f}%"
     style = f"{place};background:var(--{part})"
-    return f'<div class="bar" style="{style}" title="{escape(tip)}"></div>'
+    return f'<div class="bar" style="{style}" title="{escape(tip)}">{escape(label)}</div>'
 
 
 def _timeline(run: Run, legend: str) -> str:
@@ -367,14 +426,21 @@ def _timeline(run: Run, legend: str) -> str:
     ends = [attempt.end for attempt in run.attempts if attempt.end is not None]
     if not run.begin or not ends or max(ends) <= run.begin:
         return ""
-    shown = Scale(run.begin, max(ends), 0.0, 1.0)
-    rows = _scale(shown.high - shown.low)
+    time = FoldedTime.of(run)
+    shown = Scale(0.0, time.at(max(ends)), 0.0, 1.0)
+
+    def place(moment: float) -> float:
+        return shown.at(time.at(moment))
+
+    rows = _scale(shown.high)
     for attempt in run.attempts[-MAX_ROWS:]:
         rows += _head(attempt)
-        rows += "".join(_row(attempt, span, shown) for span in attempt.tasks[:MAX_ROWS])
+        rows += "".join(_row(attempt, span, place, max(ends)) for span in attempt.tasks[:MAX_ROWS])
         if (left_out := len(attempt.tasks) - MAX_ROWS) > 0:
             rows += f'<span></span><span class="soft">and {left_out} more</span>'
-    note = f'<p class="note">From {clock(shown.low)} to {clock(shown.high)}.</p>'
+    folded = ", ".join(duration(right - left) for left, right in time.gaps)
+    note = f'<p class="note">From {clock(run.begin)} to {clock(max(ends))}.'
+    note += f" Gaps between attempts are folded: {folded}.</p>" if folded else "</p>"
     return card(f'{legend}<div class="rows">{rows}</div>{note}')
 
 
@@ -397,19 +463,21 @@ def _head(attempt: AttemptRecord) -> str:
     return f'<div class="head">Attempt {attempt.number} <span>{", ".join(facts)}</span></div>'
 
 
-def _row(attempt: AttemptRecord, span: TaskSpan, shown: Scale) -> str:
+def _row(
+    attempt: AttemptRecord, span: TaskSpan, place: Callable[[float], float], last: float
+) -> str:
     if span.begin is None:
         return ""
-    until = span.end or attempt.end or shown.high
+    until = span.end or attempt.end or last
     name = span.task + (f" (restart {span.restart})" if span.restart else "")
     where = f" on {span.host}" if span.host else ""
     tip = f"{name}{where}: {span.outcome}\n{clock(span.begin)} to {clock(until)}"
-    bars = _bar("other", shown.at(span.begin), shown.at(until), tip)
+    bars = _bar("other", place(span.begin), place(until), tip)
     for part, left, right in _stretches(attempt, span.task, span.begin, until):
         about = f"{span.task}: {PARTS[part][0]}, {duration(right - left)}"
-        bars += _bar(part, shown.at(left), shown.at(right), about)
+        bars += _bar(part, place(left), place(right), about)
     if span.is_failure:
-        at = f"left:{100 * shown.at(until):.2f}%"
+        at = f"left:{100 * place(until):.2f}%"
         bars += f'<div class="fail-at" style="{at}" title="{escape(tip)}"></div>'
     mark = ' <span class="bad">▼</span>' if span.is_failure else ""
     return f'<span>{escape(name)}{mark}</span><div class="track">{bars}</div>'

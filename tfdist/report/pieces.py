@@ -60,6 +60,8 @@ class Series:
     is_dashed: bool = False
     is_dots: bool = False
     """Whether to draw only the points, without a line."""
+    is_steps: bool = False
+    """Whether a value holds until the next point."""
 
     @property
     def known(self) -> list[tuple[float, float]]:
@@ -132,6 +134,7 @@ def chart(
         *_grid(x_of, y_of, x_label),
         *(_mark(mark, x_of) for mark in marks if x_of.low <= mark.x <= x_of.high),
         *(_line(one, x_of, y_of) for one in shown),
+        f'<line class="crosshair" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM:g}"/>',
         *_hits(shown, x_of, x_label),
     ]
     legend = "".join(
@@ -140,14 +143,15 @@ def chart(
         f"{escape(one.name)}, last {number(one.points[-1][1])}</li>"
         for one in shown
     )
-    svg = _svg(parts, label=title, width=_WIDTH, height=_HEIGHT)
-    return card(f'<h3>{escape(title)}</h3><ul class="legend">{legend}</ul>{svg}')
+    svg = _svg(parts, label=title, width=_WIDTH, height=_HEIGHT, axis=x_label)
+    readout = '<p class="readout"></p>'
+    return card(f'<h3>{escape(title)}</h3><ul class="legend">{legend}</ul>{readout}{svg}')
 
 
-def _svg(parts: Sequence[str], *, label: str, width: float, height: float) -> str:
+def _svg(parts: Sequence[str], *, label: str, width: float, height: float, axis: str = "") -> str:
     return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">'
-        f"{''.join(parts)}</svg>"
+        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}" '
+        f'data-axis="{escape(axis)}">{"".join(parts)}</svg>'
     )
 
 
@@ -179,6 +183,8 @@ def _line(one: Series, x_of: Scale, y_of: Scale) -> str:
         if not math.isfinite(y) or one.is_dots:
             pieces.append([])
         if math.isfinite(y):
+            if one.is_steps and pieces[-1]:
+                pieces[-1].append((x_of.at(x), pieces[-1][-1][1]))
             pieces[-1].append((x_of.at(x), y_of.at(y)))
     return "".join(_piece(piece, f'class="{css}" style="{colour}"') for piece in pieces if piece)
 
@@ -213,7 +219,8 @@ def _hits(shown: Sequence[Series], x_of: Scale, x_label: str) -> list[str]:
         tip = "\n".join([f"{x_label} {number(x)}", *(f"{n}: {number(y)}" for n, y in found)])
         parts.append(
             f'<rect class="hit" x="{left:.1f}" y="{_TOP}" width="{max(0.5, right - left):.1f}" '
-            f'height="{_HEIGHT - _TOP - _BOTTOM:g}"><title>{escape(tip)}</title></rect>'
+            f'height="{_HEIGHT - _TOP - _BOTTOM:g}" data-at="{x:g}" data-x="{x_of.at(x):.1f}">'
+            f"<title>{escape(tip)}</title></rect>"
         )
     return parts
 
@@ -306,10 +313,10 @@ def card(content: str, css: str = "") -> str:
     return f'<div class="card {css}">{content}</div>'
 
 
-def cards(contents: Iterable[str]) -> str:
+def cards(contents: Iterable[str], css: str = "") -> str:
     """Return cards side by side, or an empty text without cards."""
     content = "".join(contents)
-    return f'<div class="grid-of-charts">{content}</div>' if content else ""
+    return f'<div class="grid-of-charts {css}">{content}</div>' if content else ""
 
 
 def figures(pairs: Iterable[tuple[str, str]]) -> str:
