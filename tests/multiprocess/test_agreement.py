@@ -56,8 +56,8 @@ def test_steps_of_workers_with_one_seed_draw_different_numbers(job):
 def test_weights_that_the_chief_alone_has_set_are_refused(job):
     for call in ("a callback", "fit", "evaluate", "predict"):
         (line,) = {worker["weights"][call] for worker in job[0]}
-        assert line.startswith("weights: received ")
-        assert "only/kernel, whose sums in the tasks are " in line
+        assert line.startswith("weights: ")
+        assert "only/kernel has different sums in the tasks: " in line
 
 
 def test_random_inputs_of_a_pydataset_are_warned_of(job):
@@ -73,23 +73,23 @@ def test_an_unseeded_shuffle_is_predicted_whole(job):
 def test_rows_of_a_batch_that_have_other_shapes_in_the_workers_are_refused(job):
     """Where one has a single column, its values filled the columns of the other."""
     (line,) = {worker["columns"] for worker in job[0]}
-    assert "received rows of shapes (1,), (3,) in the tasks" in line
+    assert "the rows of one batch have the shapes (1,), (3,) in the tasks" in line
 
 
 BEFORE_TRAINING = {
     **dict.fromkeys(
         ("dataset", "generator", "PyDataset", "validation", "evaluate", "predict"),
-        "batches: received 3 in worker-0 and 5 in worker-1; expected the same in every task",
+        "batches: 3 in worker-0 and 5 in worker-1. Fix: ",
     ),
-    "function": "steps of an epoch: received 3 in worker-0 and 5 in worker-1; ",
-    "nothing": "batches: received 3 in worker-0 and 0 in worker-1; ",
-    "batch_size": "batch_size: received 24 in worker-0 and 40 in worker-1; ",
-    "epochs": "epochs: received 3 in worker-0 and 5 in worker-1; ",
-    "steps_per_epoch": "steps of an epoch: received 3 in worker-0 and 5 in worker-1; ",
-    "no validation": "sets of validation data: received 0 in worker-0 and 1 in worker-1; ",
+    "function": "steps of an epoch: 3 in worker-0 and 5 in worker-1. Fix: ",
+    "nothing": "batches: 3 in worker-0 and 0 in worker-1. Fix: ",
+    "batch_size": "batch_size: 24 in worker-0 and 40 in worker-1. Fix: ",
+    "epochs": "epochs: 3 in worker-0 and 5 in worker-1. Fix: ",
+    "steps_per_epoch": "steps of an epoch: 3 in worker-0 and 5 in worker-1. Fix: ",
+    "no validation": "sets of validation data: 0 in worker-0 and 1 in worker-1. Fix: ",
 }
-FEWER = "data: received an end after 3 batches in worker-0 and none in worker-1; "
-PASSES = dict.fromkeys(("passes", "skipped"), FEWER.replace("none", "an end after 5 batches"))
+FEWER = "data: the data ended after 3 batches in worker-0, but not in worker-1. Fix: "
+PASSES = dict.fromkeys(("passes", "skipped"), FEWER.replace("not in", "after 5 batches in"))
 UNDER = {
     ("multiworker",): BEFORE_TRAINING | PASSES | {"only once": FEWER},
     ("pipeline", "--stages=2"): {
@@ -139,6 +139,6 @@ def test_runs_of_different_lengths_end_without_the_launcher_too(tmp_path):
             if case in ends:
                 assert line.startswith(FEWER), case
             else:
-                assert line.startswith("sums over the workers: received sum "), case
-                assert f", of worker-{1 - index} (" in line, case
-                assert f", as of worker-{index}. Fix: " in line, case
+                place = f"sums over the workers: worker-{1 - index} runs sum "
+                assert line.startswith(place), case
+                assert f", but worker-{index} runs sum " in line, case

@@ -55,7 +55,7 @@ def test_checkpoints_are_evaluated_beside_a_training_on_two_hosts(
     ended = {task["task"]: (task["exit_code"], task["host"]) for task in attempt["tasks"]}
     workers = {f"worker-{rank}": (0, host) for rank, host in enumerate(hosts)}
     assert ended == {**workers, "evaluator-0": (0, hosts[0])}, job.logs()
-    assert "has ended; so does evaluator-0" in job.logs()
+    assert "exited; evaluator-0 exits too" in job.logs()
     files = Evaluations(tmp_path / "checkpoints")
     lines = files.lines()
     assert (lines[-1]["step"], lines[-1]["examples"]) == (steps, 50 * steps), job.logs()

@@ -102,7 +102,7 @@ def test_a_worker_of_another_version_of_tensorflow_ends_a_ps_job_with_its_name(t
         ended = ends_with_two_versions(cluster, tmp_path)
     code, said = ended.pop("chief-0")
     assert code == EXIT_USAGE, said
-    begin = f"tfdist: worker-1 ({workers[1]}): received TensorFlow 2.0.7; "
+    begin = f"tfdist: worker-1 ({workers[1]}): TensorFlow 2.0.7 differs from TensorFlow "
     assert line_of(said).startswith(begin)
     assert [code for code, _ in ended.values()] == [EXIT_OK] * 3, ended
 
@@ -112,8 +112,8 @@ def test_workers_of_two_versions_of_tensorflow_end_with_the_names_of_both(tmp_pa
         ended = ends_with_two_versions(ClusterSpec(worker=tuple(workers)), tmp_path)
     assert [code for code, _ in ended.values()] == [EXIT_USAGE] * 2, ended
     line = line_of(ended["worker-0"][1])
-    assert line.startswith(f"tfdist: worker-1 ({workers[1]}): received TensorFlow 2.0.7; ")
-    assert f"as worker-0 ({workers[0]}) has" in line
+    assert line.startswith(f"tfdist: worker-1 ({workers[1]}): TensorFlow 2.0.7 differs from T")
+    assert f" in worker-0 ({workers[0]}). Fix: " in line
 
 
 def test_a_peer_that_dies_while_tensorflow_waits_for_it_is_given_up_on_too():

@@ -61,8 +61,8 @@ def test_arrays_arrive_as_they_were_sent_in_both_directions_at_once(ends, monkey
     ("act", "says"),
     [
         (lambda end, _: end.fail("worker-1: the disk is full"), "^worker-1: the disk is full$"),
-        (lambda _, far: far.shutdown(socket.SHUT_RDWR), "worker-1 has gone: it has closed its"),
-        (lambda end, _: end.send("F2", []), "is at F2, where this stage is at F1"),
+        (lambda _, far: far.shutdown(socket.SHUT_RDWR), "lost worker-1: it closed the"),
+        (lambda end, _: end.send("F2", []), "sent F2, but this stage expects F1"),
     ],
 )
 def test_why_a_neighbour_does_not_go_on_is_said_after_what_it_has_sent(ends, sockets, act, says):

@@ -136,18 +136,18 @@ def test_sums_of_one_shape_in_two_places_are_not_mixed():
     )
     mine = "sum 0 of the run, place 1 of a step [('float64', (3,))]"
     theirs = "sum 0 of the run, place 2 of a step [('float64', (3,))]"
-    assert message == f"worker-1 makes another sum: {theirs}, where this worker is at {mine}"
+    assert message == f"worker-1 runs {theirs}, but this worker runs {mine}"
     assert (one.differs, other.differs) == ((theirs, mine), (mine, theirs))
     job = types.SimpleNamespace(ring=one, name="worker-0")
     with pytest.raises(UsageError) as told, naming_lost_peer(job):
         raise ConnectionError(message)
     assert told.value.code == "different-sums"
-    assert told.value.received == f"{theirs}, of worker-1"
+    assert told.value.problem == f"worker-1 runs {theirs}, but worker-0 runs {mine}"
 
 
 def test_a_part_of_a_sum_is_not_taken_for_a_sum():
     def sums_or_scatters(ring, name):
-        with pytest.raises(ConnectionError, match="makes another sum"):
+        with pytest.raises(ConnectionError, match="but this worker runs"):
             getattr(ring, name)(np.ones(4), of="a step")
 
     at_once(sums_or_scatters, ring_of(2), ("sum", "reduce_scatter"))
@@ -157,8 +157,8 @@ def test_a_worker_that_ends_is_named_and_whoever_fails_leaves_so_that_all_hear_o
     rings = ring_of(4)
     rings[1].close()
     first, second = at_once(lambda ring: failure_of(ring, np.ones(10**6)), rings[2:])
-    assert first == rings[2].lost == "worker-1 has gone: it has closed its connection"
-    assert second.startswith("worker-2 has gone")
+    assert first == rings[2].lost == "lost worker-1: it closed the connection"
+    assert second.startswith("lost worker-2")
     assert failure_of(rings[2], np.ones(1)) == first
 
 
@@ -168,7 +168,7 @@ def test_a_worker_that_ends_within_a_sum_is_named():
         failed = pool.submit(failure_of, one, np.ones(10**6))
         other._agree([np.ones(10**6)], "")
         other.close()
-        assert failed.result(DEADLINE_S).startswith("worker-1 has gone")
+        assert failed.result(DEADLINE_S).startswith("lost worker-1")
 
 
 def test_a_worker_that_stops_tells_the_next_one_why(monkeypatch):
@@ -176,7 +176,7 @@ def test_a_worker_that_stops_tells_the_next_one_why(monkeypatch):
     stop, fail = one.stop, lambda _: failure_of(other, np.ones(3), of="a step")
     at, failed = at_once(lambda call, word: call(word), (stop, fail), ("no more", ""))
     assert at == "sum 0 of the run, a step [('float64', (3,))]"
-    assert (other.stopped, failed) == ("no more", "worker-0 makes no more sums: no more")
+    assert (other.stopped, failed) == ("no more", "worker-0 stopped: no more")
     both = ring_of(2)
     assert at_once(Ring.stop, both, ("this", "that")) == ["that", "this"]
     monkeypatch.setattr("tfdist.strategy.ring._ANSWER_S", 0.0)
@@ -193,7 +193,7 @@ def test_an_interrupted_sum_is_the_last_one(monkeypatch):
     monkeypatch.setattr(one, "_wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         one.sum(np.ones(10**6))
-    assert failure_of(other, np.ones(10**6)).startswith("worker-0 has gone")
+    assert failure_of(other, np.ones(10**6)).startswith("lost worker-0")
     assert failure_of(one, np.ones(1)) == "a sum of this worker was interrupted: KeyboardInterrupt"
 
 
@@ -217,7 +217,7 @@ def test_a_neighbour_that_has_gone_is_no_signal():
     try:
         one, other = ring_of(2)
         other.close()
-        assert "worker-1 has gone" in failure_of(one, np.ones(10))
+        assert "lost worker-1" in failure_of(one, np.ones(10))
     finally:
         signal.signal(signal.SIGPIPE, before)
     assert not heard
@@ -244,13 +244,13 @@ def test_a_process_forked_from_a_worker_does_not_stay_in_its_place():
 @pytest.mark.parametrize(
     ("kind", "text", "raised"),
     [
-        (tf.errors.UnknownError, "ConnectionError: worker-1 has gone: reset [[PyFunc]]", PeerLost),
+        (tf.errors.UnknownError, "ConnectionError: lost worker-1: reset [[PyFunc]]", PeerLost),
         (tf.errors.UnavailableError, "Socket closed", PeerLost),
         (tf.errors.InvalidArgumentError, "bad input", tf.errors.InvalidArgumentError),
     ],
 )
 def test_only_what_comes_of_a_lost_peer_is_called_so(kind, text, raised):
-    ring = types.SimpleNamespace(lost="worker-1 has gone: reset", differs=None, stopped="")
+    ring = types.SimpleNamespace(lost="lost worker-1: reset", differs=None, stopped="")
     with pytest.raises(raised), naming_lost_peer(types.SimpleNamespace(ring=ring, name="w")):
         raise kind(None, None, text)
 
@@ -380,7 +380,7 @@ def test_where_one_cannot_be_reached_all_do_without(apart, caplog):
 
     with closed:
         assert joined(3, replace=firewall, timeout_s=3.0) == [None] * 3
-    assert f"worker-1 cannot be reached from worker-0 at {closed.address}" in caplog.text
+    assert f"worker-0 cannot connect to worker-1 at {closed.address}" in caplog.text
 
 
 def test_a_worker_says_that_it_is_at_a_sum_until_it_is_made(monkeypatch):

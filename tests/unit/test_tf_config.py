@@ -108,7 +108,7 @@ def test_a_bad_address_is_refused_with_its_task_and_the_fix(address):
 def test_two_tasks_at_one_address_are_both_named(first, second):
     error = refusal(lambda: ClusterSpec(chief=(first,), worker=("other:1", second)))
     assert error.code == "TFC012"
-    assert "chief-0 and worker-1" in str(error.received)
+    assert "chief-0 and worker-1" in error.problem
 
 
 # Round trips
@@ -269,7 +269,7 @@ def test_what_is_no_task_of_a_job_is_refused(text, code):
 @pytest.mark.parametrize(
     ("fields", "code", "fix"),
     [
-        ({"cluster": {"master": ["a:1"]}, "task": WORKER_0}, "TFC008", "write 'chief' for"),
+        ({"cluster": {"master": ["a:1"]}, "task": WORKER_0}, "TFC008", "write 'chief' instead"),
         ({"cluster": WORKERS, "task": {"type": "master", "index": 0}}, "TFC015", "write 'chief'"),
         ({"sparseCluster": WORKERS, "task": WORKER_0}, "TFC005", "set enableDynamicWorker: false"),
         ({"cluster": {"sparseCluster": WORKERS}, "task": WORKER_0}, "TFC008", "set enableDynamic"),

@@ -37,15 +37,14 @@ def check_address(address: object, *, where: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     key = _host_key(host) if _HOST.fullmatch(host) else None
-    expected, code = "a host name, an IPv4 address, or an IPv6 address in brackets", "TFC010"
+    wanted, code = "a valid host name or IP address", "TFC010"
     if key is not None:
         if re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65_535:
             return key, int(port)
-        expected, code = "a port from 1 to 65535", "TFC011"
+        wanted, code = "a port from 1 to 65535", "TFC011"
     raise UsageError(
         where,
-        received=shown(address),
-        expected=f'"host:port" with {expected}',
+        f"{shown(address)} is not host:port with {wanted}",
         fix='write one address, as in "host:2222" or "[fd00::1]:2222"',
         code=code,
     )
@@ -104,8 +103,8 @@ _ELEMENT = re.compile(r"(?:[^,\[\]]++|\[[^\[\]]*+\])++")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGES = re.compile(r"[0-9]{1,18}(?:-[0-9]{1,18})?(?:,[0-9]{1,18}(?:-[0-9]{1,18})?)*+")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
-_NUMBERS = "numbers and ranges, as in [1-3,7]"
-_FEWER = f"at most {MAX_HOSTS} names in all"
+_NOT_RANGES = "needs numbers and ranges in brackets, as in [1-3,7]"
+_TOO_MANY = f"has more than {MAX_HOSTS} names"
 
 
 def expand_hosts(text: str, *, where: str) -> list[str]:
@@ -119,12 +118,12 @@ def expand_hosts(text: str, *, where: str) -> list[str]:
     """
     text = text.strip()
     if re.search(r"[\s()]", text):
-        raise _bad_node_list(text, where, "names without spaces or parentheses")
+        raise _bad_node_list(text, where, "contains a space or a parenthesis")
     names: list[str] = []
     for element in split_hosts(text, where=where):
         names += _names(element, where) if "[" in element else [element]
         if len(names) > MAX_HOSTS:
-            raise _bad_node_list(text, where, _FEWER)
+            raise _bad_node_list(text, where, _TOO_MANY)
     return names
 
 
@@ -137,9 +136,7 @@ def split_hosts(text: str, *, where: str) -> Iterator[str]:
         yield match[0]
         end = match.end()
     if end != len(text):
-        raise _bad_node_list(
-            text, where, "brackets in pairs, and a name before and after each comma"
-        )
+        raise _bad_node_list(text, where, "has an unpaired bracket or an empty name")
 
 
 def expand_counts(text: str, *, where: str) -> list[int]:
@@ -151,8 +148,7 @@ def expand_counts(text: str, *, where: str) -> list[int]:
         if match is None or not 1 <= times <= MAX_HOSTS - len(counts):
             raise UsageError(
                 where,
-                received=shown(text),
-                expected="a number for each node, as in 2(x3),1",
+                f"{shown(text)} does not give a number for each node, as 2(x3),1 does",
                 fix=f"correct {shown(part)}, or start the job again",
                 code="bad-node-list",
             )
@@ -189,18 +185,17 @@ def _slots(part: str, where: str) -> tuple[str, int]:
         names, number = part.strip(), "1"
     if ":" in names and not names.startswith("["):
         fix = "write host:slots, and an IPv6 address in brackets, as in [fd00::1]:2"
-        expected = "host or host:slots, separated by commas"
-        raise _bad_hosts(part, where, expected, fix)
+        raise _bad_hosts(part, where, "is neither host nor host:slots", fix)
     count = int(number) if re.fullmatch("[0-9]{1,6}", number) else 0
     if not names or not 1 <= count <= _MAX_SLOTS:
-        fix = "give the number of the host's tasks there; ports are not part of the list"
-        expected = f"a host with 1 to {_MAX_SLOTS} slots, as in host:2"
-        raise _bad_hosts(part, where, expected, fix)
+        fix = "write the number of tasks on the host after the colon, as in host:2, and no port"
+        problem = f"does not name a host with 1 to {_MAX_SLOTS} slots"
+        raise _bad_hosts(part, where, problem, fix)
     return names, count
 
 
-def _bad_hosts(part: str, where: str, expected: str, fix: str) -> UsageError:
-    return UsageError(where, received=shown(part), expected=expected, fix=fix, code="bad-hosts")
+def _bad_hosts(part: str, where: str, problem: str, fix: str) -> UsageError:
+    return UsageError(where, f"{shown(part)} {problem}", fix=fix, code="bad-hosts")
 
 
 def _names(element: str, where: str) -> list[str]:
@@ -208,7 +203,7 @@ def _names(element: str, where: str) -> list[str]:
     begin, *parts = _BRACKETS.split(element)
     brackets = [_numbers(inside, where) for inside in parts[::2]]
     if math.prod(map(len, brackets)) > MAX_HOSTS:
-        raise _bad_node_list(element, where, _FEWER)
+        raise _bad_node_list(element, where, _TOO_MANY)
     *outer, last = zip(brackets, parts[1::2], strict=True)
     begins = [begin]
     for numbers, after in outer:
@@ -220,24 +215,23 @@ def _names(element: str, where: str) -> list[str]:
 def _numbers(inside: str, where: str) -> list[str]:
     """Return the numbers of one bracket, such as ``1-3,07``, with leading zeros."""
     if not _RANGES.fullmatch(inside):
-        raise _bad_node_list(f"[{inside}]", where, _NUMBERS)
+        raise _bad_node_list(f"[{inside}]", where, _NOT_RANGES)
     made: list[str] = []
     for part in inside.split(","):
         low, _, high = part.partition("-")
         first, last = int(low), int(high or low)
         if first > last:
-            raise _bad_node_list(f"[{inside}]", where, _NUMBERS)
+            raise _bad_node_list(f"[{inside}]", where, _NOT_RANGES)
         if last - first >= MAX_HOSTS - len(made):
-            raise _bad_node_list(f"[{inside}]", where, _FEWER)
+            raise _bad_node_list(f"[{inside}]", where, _TOO_MANY)
         made += [str(number).zfill(len(low)) for number in range(first, last + 1)]
     return made
 
 
-def _bad_node_list(text: str, where: str, expected: str) -> UsageError:
+def _bad_node_list(text: str, where: str, problem: str) -> UsageError:
     return UsageError(
         where,
-        received=shown(text),
-        expected=f"a node list with {expected}",
-        fix="write it as in n[001-010,12],login",
+        f"the node list {shown(text)} {problem}",
+        fix="write a list such as n[001-010,12],login",
         code="bad-node-list",
     )

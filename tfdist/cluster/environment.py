@@ -45,9 +45,7 @@ from tfdist.cluster.settings import (
     PS,
     STRATEGY,
     JobSettings,
-    contradiction,
     integer,
-    missing,
     needed,
     text,
 )
@@ -127,10 +125,9 @@ def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> tuple[str, list[
     if value:
         ranks = ranks_of(parse_hosts(value, where=HOSTS))
         if len(ranks) < world.size:
-            raise contradiction(
+            raise _contradiction(
                 HOSTS,
-                f"{shown(value)}: {len(ranks)} slots",
-                f"a slot for each of the {world.size} ranks of {world.names[0]}",
+                f"{shown(value)} has {len(ranks)} slots, but {world.names[0]}={world.size}",
                 "give each host as many slots as mpirun gives it ranks, as in a:2,b:2",
             )
         return HOSTS, ranks[: world.size]
@@ -139,8 +136,8 @@ def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> tuple[str, list[
     listed = text(environ, "SLURM_JOB_NODELIST")
     nodes = expand_hosts(listed, where="SLURM_JOB_NODELIST") if listed else []
     if not nodes or world.size % len(nodes):
-        expected = f"the hosts of the {world.size} ranks, which are on several"
-        raise missing(HOSTS, f"{expected}; pass it on with mpirun -x {HOSTS}")
+        problem = f"the list of hosts of the {world.size} ranks is missing"
+        raise _missing(HOSTS, problem, f"pass {HOSTS} on with mpirun -x {HOSTS}")
     each = world.size // len(nodes)
     return "SLURM_JOB_NODELIST", [node for node in nodes for _ in range(each)]
 
@@ -152,19 +149,18 @@ def _check_mpi(environ: Mapping[str, str], world: _World, ranks: Sequence[str], 
     follows = {2: (world.local_size, len(here)), 3: (world.local_rank, here.index(world.rank))}
     for index, (value, expected) in follows.items():
         if value not in (None, expected):
-            raise contradiction(
+            raise _contradiction(
                 world.names[index],
-                f"{value} for rank {world.rank}",
-                f"{expected}, as {where} puts ranks {here[0]} to {here[-1]} on {host}",
+                f"rank {world.rank} has {value} instead of {expected}, because {where} puts ranks "
+                f"{here[0]} to {here[-1]} on {host}",
                 f"map ranks by slot (mpirun --map-by slot), with the slots of {HOSTS}",
             )
     own_host = text(environ, "PMIX_HOSTNAME")
     if own_host and is_name(host) and not same_host(host, own_host):
-        raise contradiction(
+        raise _contradiction(
             "PMIX_HOSTNAME",
-            f"{shown(own_host)} for rank {world.rank}",
-            f"{host}, where {where} puts it",
-            f"write the hosts into {HOSTS} in mpirun's order, by their own names",
+            f"rank {world.rank} runs on {shown(own_host)}, but {where} puts it on {host}",
+            f"list the hosts in {HOSTS} under these names, in mpirun's order",
         )
 
 
@@ -191,16 +187,16 @@ def from_slurm(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
     if count == 1:
         return None
     if (integer(environ, "SLURM_HET_SIZE") or 1) > 1:
-        received = f"{environ['SLURM_HET_SIZE']}, a heterogeneous job"
+        problem = f"a heterogeneous job of {environ['SLURM_HET_SIZE']} components is not supported"
         fix = "submit a job of one component, or set TF_CONFIG"
-        raise contradiction("SLURM_HET_SIZE", received, "a job of one component", fix)
+        raise _contradiction("SLURM_HET_SIZE", problem, fix)
     node_of_ranks = _nodes_of_ranks(environ, count=count)
     rank = needed(environ, "SLURM_PROCID", most=count - 1)
     name, node = text(environ, "SLURMD_NODENAME"), node_of_ranks[rank]
     if name and node != name:
-        expected = f"{node} for SLURM_PROCID={rank}"
-        fix = "run srun with --distribution=block, and pass Slurm's variables on as they are"
-        raise contradiction("SLURMD_NODENAME", shown(name), expected, fix)
+        problem = f"the task runs on {shown(name)}, but SLURM_PROCID={rank} belongs to {node}"
+        fix = "run srun with --distribution=block, and pass Slurm's variables on unchanged"
+        raise _contradiction("SLURMD_NODENAME", problem, fix)
     first_port = slurm_first_port(environ, job_settings)
     return place(node_of_ranks, rank=rank, job_settings=job_settings, job_port=first_port)
 
@@ -228,25 +224,25 @@ def _nodes_of_ranks(environ: Mapping[str, str], *, count: int) -> list[str]:
     variables = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
     for variable, example in variables.items():
         if not text(environ, variable):
-            raise missing(variable, f"a list, as in {example}")
+            problem = f"the variable is not set (it has a list such as {example})"
+            raise _missing(variable, problem, f"pass {variable} on to the task")
     listed, per_node = (text(environ, variable) for variable in variables)
     names = expand_hosts(listed, where="SLURM_STEP_NODELIST")
     tasks = expand_counts(per_node, where="SLURM_STEP_TASKS_PER_NODE")
     if len(tasks) != len(set(names)) or sum(tasks) != count:
-        raise contradiction(
+        raise _contradiction(
             "SLURM_STEP_TASKS_PER_NODE",
-            f"{shown(per_node)}: {sum(tasks)} tasks on {len(tasks)} nodes",
-            f"SLURM_STEP_NUM_TASKS={count} tasks on the {len(names)} nodes of "
+            f"{shown(per_node)} gives {sum(tasks)} tasks for {len(tasks)} "
+            f"node{'s' * (len(tasks) > 1)}, but SLURM_STEP_NUM_TASKS={count} and "
             f"SLURM_STEP_NODELIST={shown(listed)}",
-            "pass Slurm's variables on to the task as they are",
+            "pass Slurm's variables on to the task unchanged",
         )
     distribution = text(environ, "SLURM_DISTRIBUTION").lower()
     kind = re.split("[:,]", distribution)[0]
     if kind not in ("", "block") and (kind not in ("cyclic", "plane") or max(tasks) > 1):
-        raise contradiction(
+        raise _contradiction(
             "SLURM_DISTRIBUTION",
-            shown(distribution),
-            "block, if a node has several tasks",
+            f"tfdist cannot derive the node of each task from {shown(distribution)}",
             "run srun with --distribution=block",
         )
     return [name for name, number in zip(names, tasks, strict=True) for _ in range(number)]
@@ -284,9 +280,8 @@ def from_kubernetes(environ: Mapping[str, str], job_settings: JobSettings) -> Ta
         return None
     listed = parse_hosts(text(environ, HOSTS), where=HOSTS)
     if any(slots > 1 for _, slots in listed):
-        raise contradiction(
-            HOSTS, shown(text(environ, HOSTS)), "one task a pod", "write a pod for each task"
-        )
+        problem = f"{shown(text(environ, HOSTS))} gives a pod several tasks"
+        raise _contradiction(HOSTS, problem, "list a pod for each task")
     pods = [host for host, _ in listed]
     return one_of(pods, rank=_rank_of_pod(environ, pods), job_settings=job_settings)
 
@@ -295,14 +290,14 @@ def _rank_of_pod(environ: Mapping[str, str], pods: Sequence[str]) -> int:
     """Return the index of this pod in the list."""
     name = text(environ, "HOSTNAME")
     if not name:
-        raise missing("HOSTNAME", "the pod's name, which containers have there")
+        problem = "the variable with the pod's name is not set"
+        raise _missing("HOSTNAME", problem, "set HOSTNAME to the pod's name")
     ranks = [rank for rank, pod in enumerate(pods) if same_host(pod, name)]
     if len(ranks) != 1:
-        raise contradiction(
+        raise _contradiction(
             "HOSTNAME",
-            f"{shown(name)}, which is {len(ranks)} times in {HOSTS}",
-            f"one of {shown(environ[HOSTS])}, each once",
-            f"write the names of the job's pods into {HOSTS}, with the Service's name",
+            f"{HOSTS}={shown(environ[HOSTS])} lists this pod, {shown(name)}, {len(ranks)} times",
+            f"list each pod of the job once in {HOSTS}, with the Service's name",
         )
     return ranks[0]
 
@@ -325,17 +320,17 @@ def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
     # A single host needs no rank, for example the only pod of a job.
     node_rank = needed(environ, NODE_RANK) if listed[1:] else integer(environ, NODE_RANK) or 0
     if node_rank >= len(listed):
-        raise contradiction(
+        raise _contradiction(
             NODE_RANK,
-            str(node_rank),
-            f"0 to {len(listed) - 1}: the list has {len(listed)} hosts",
-            "give each host its position in the list, from 0 on",
+            f"{node_rank} is out of range (0 to {len(listed) - 1}), because {HOSTS} lists "
+            f"{len(listed)} hosts",
+            "set it to the position of each host in the list, from 0 on",
         )
     slots = listed[node_rank][1]
     local = integer(environ, LOCAL_RANK, most=slots - 1)
     if local is None and slots > 1:
-        expected = f"a number from 0 to {slots - 1}: {listed[node_rank][0]} has {slots} slots"
-        raise missing(LOCAL_RANK, expected)
+        problem = f"the variable is not set, but {listed[node_rank][0]} has {slots} slots"
+        raise _missing(LOCAL_RANK, problem, f"set it to a number from 0 to {slots - 1}")
     rank = sum(count for _, count in listed[:node_rank]) + (local or 0)
     return one_of(ranks_of(listed), rank=rank, job_settings=job_settings)
 
@@ -379,9 +374,9 @@ def from_sagemaker(environ: Mapping[str, str], job_settings: JobSettings) -> Tas
         nodes = [str(host) for host in json.loads(value)]
         rank = str(nodes.index(own))
     except (ValueError, TypeError):
-        expected = f"a JSON list of hosts with SM_CURRENT_HOST={shown(own)}"
-        fix = "pass SageMaker's variables on to the task as they are"
-        raise contradiction("SM_HOSTS", shown(value), expected, fix) from None
+        problem = f"{shown(value)} is not a JSON list that contains SM_CURRENT_HOST={shown(own)}"
+        fix = "pass SageMaker's variables on to the task unchanged"
+        raise _contradiction("SM_HOSTS", problem, fix) from None
     return _node_of(nodes, {"rank": rank}, rank="rank", job_settings=job_settings)
 
 
@@ -420,7 +415,7 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
     """Return the config of this process's task, None for a single process without settings."""
     job_settings = settings.from_environ(environ)
     named = text(environ, CLUSTER)
-    fix = "name one of them, or unset it"
+    fix = "correct the value, or unset the variable"
     require_one_of(CLUSTER, named or "auto", ("auto", "none", *SOURCES), fix=fix, code="ENV001")
     if named == "none":
         return _alone(job_settings)
@@ -430,9 +425,8 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
             return config
         raise UsageError(
             CLUSTER,
-            received=f"{named}, whose variables do not make this process one of several tasks",
-            expected=f"a process that {named} started as a task of a job",
-            fix=f"start it so, or unset {CLUSTER}",
+            f"the variables of {named} do not make this process one of several tasks",
+            fix=f"start the program as a task of {named}, or unset {CLUSTER}",
             code="ENV007",
         )
     for name, read in SOURCES.items():
@@ -455,9 +449,9 @@ def _alone(job_settings: JobSettings) -> TaskConfig | None:
         if value:
             raise UsageError(
                 where,
-                received=f"{value} in a process that nothing started as one of several tasks",
-                expected="a step of srun, ranks of mpirun, TFDIST_HOSTS or TF_CONFIG",
-                fix=f"start the program so, or unset {where}",
+                f"{value} needs several tasks, but this process is not a task of a job",
+                fix="start the program with srun, mpirun, TFDIST_HOSTS or TF_CONFIG, or unset "
+                f"{where}",
                 code="ENV004",
             )
     options = job_settings.options()
@@ -470,11 +464,12 @@ def _with_settings(config: TaskConfig, job_settings: JobSettings) -> TaskConfig:
     """Return `config`, with strategy and options from ``TFDIST_*`` variables if it has none."""
     strategy, has = job_settings.strategy, config.options.strategy
     if "auto" not in (strategy, has) and strategy != has:
-        raise _disagreement(STRATEGY, f"{strategy}, and TF_CONFIG with {has}", "correct TF_CONFIG")
+        problem = f"{strategy} contradicts the strategy {has} in TF_CONFIG"
+        raise _disagreement(STRATEGY, problem, "correct TF_CONFIG")
     count = len(config.cluster.ps)
     if job_settings.ps not in (None, count):
-        received = f"{job_settings.ps}, and TF_CONFIG with {count} ps"
-        raise _disagreement(PS, received, "correct TF_CONFIG")
+        problem = f"{job_settings.ps} contradicts TF_CONFIG, which has {count} ps"
+        raise _disagreement(PS, problem, "correct TF_CONFIG")
     options = config.options
     if options == JobOptions(strategy=has):
         options = job_settings.options()
@@ -491,8 +486,8 @@ def _check_agreement(source: str, config: TaskConfig, environ: Mapping[str, str]
         listed = len(ranks_of(parse_hosts(text(environ, HOSTS), where=HOSTS)))
         count = len(config.cluster.training_tasks()) + config.options.evaluator
         if listed != count:
-            received = f"{listed} tasks in {HOSTS}, and {count} in the step"
-            raise _disagreement(HOSTS, received, f"set {CLUSTER}=hosts to read only that")
+            problem = f"{HOSTS} lists {listed} tasks, but the step has {count}"
+            raise _disagreement(HOSTS, problem, f"set {CLUSTER}=hosts to read only {HOSTS}")
 
 
 def _check_size(config: TaskConfig, environ: Mapping[str, str]) -> None:
@@ -509,9 +504,8 @@ def _check_size(config: TaskConfig, environ: Mapping[str, str]) -> None:
     if other != count:
         raise _disagreement(
             "TF_CONFIG",
-            f"{count} training {'task' if count == 1 else 'tasks'} in TF_CONFIG, "
-            f"and {other} in {source}",
-            f"set {CLUSTER}=tf_config to have it alone read",
+            f"TF_CONFIG has {count} training task{'s' * (count > 1)}, but {source} has {other}",
+            f"set {CLUSTER}=tf_config to read only TF_CONFIG",
         )
 
 
@@ -525,13 +519,19 @@ def _check_host(config: TaskConfig, variable: str, name: str) -> None:
     if here is not None and not same_host(own, name):
         raise UsageError(
             "TF_CONFIG",
-            received=f"{config.task} on {own} in TF_CONFIG, and {variable}={name}",
-            expected=f"the two to agree: TF_CONFIG has {here} on {name}",
-            fix="give each task its own index in TF_CONFIG, or unset it",
+            f"{config.task} is on {own} in TF_CONFIG, but {variable}={name}, the host of {here}",
+            fix="give each task its own index in TF_CONFIG, or unset TF_CONFIG",
             code="ENV006",
         )
 
 
-def _disagreement(where: str, received: str, or_else: str) -> UsageError:
-    fix = f"unset {where}, or {or_else}"
-    return UsageError(where, received=received, expected="the two to agree", fix=fix, code="ENV006")
+def _disagreement(where: str, problem: str, or_else: str) -> UsageError:
+    return UsageError(where, problem, fix=f"unset {where}, or {or_else}", code="ENV006")
+
+
+def _missing(where: str, problem: str, fix: str) -> UsageError:
+    return _contradiction(where, problem, f"{fix}, or set {CLUSTER}=none for a single process")
+
+
+def _contradiction(where: str, problem: str, fix: str) -> UsageError:
+    return UsageError(where, problem, fix=fix, code="ENV007")

@@ -107,10 +107,14 @@ def restricting_server(config: TaskConfig) -> Iterator[None]:
         try:
             found = _restrict_own(port)
         except OSError as error:
-            _LOG.warning("port %d is open to other machines: %s", port, error.strerror)
+            _LOG.warning(
+                "port %d stays open to other hosts, because tfdist cannot restrict it: %s",
+                port,
+                error.strerror,
+            )
         else:
             if not found:
-                _LOG.warning("port %d: no server found to close to other machines", port)
+                _LOG.warning("port %d: found no server to restrict to this host", port)
 
 
 @contextlib.contextmanager

@@ -79,30 +79,31 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
     """
     if job_settings.evaluator:
         if count == 1 or job_settings.strategy in ("single", "mirrored"):
-            raise _unfit(
+            raise UsageError(
                 settings.EVALUATOR,
-                f"it in a job of {count} tasks with strategy {job_settings.strategy}",
-                "a multiworker or ps job, and a task more",
-                f"start one more task, or unset {settings.EVALUATOR}",
+                f"an evaluator cannot join a job of {count} task{'s' * (count > 1)} "
+                f"with strategy {job_settings.strategy}",
+                fix=f"use multiworker or ps and one more task, or unset {settings.EVALUATOR}",
+                code="ENV004",
             )
         training = replace(job_settings, evaluator=False)
         return [*task_types(count - 1, job_settings=training), "evaluator"]
     ps = _ps_count(job_settings)
     if not ps:
         if job_settings.strategy in ("single", "mirrored") and count > 1:
-            raise _unfit(
+            raise UsageError(
                 settings.STRATEGY,
-                f"{job_settings.strategy} in a job of {count} tasks",
-                "one task",
-                f"start one task, or set {settings.CLUSTER}=none for {count} lone processes",
+                f"{job_settings.strategy} runs in one task, but the job has {count}",
+                fix=f"start one task, or set {settings.CLUSTER}=none for {count} separate jobs",
+                code="ENV004",
             )
         return ["worker"] * count
     if count < ps + 2:
-        raise _unfit(
+        raise UsageError(
             settings.PS,
-            f"{ps} ps in a job of {count} tasks",
-            f"{ps + 2} tasks or more: the chief, a worker and {ps} ps",
-            "start more tasks, or fewer ps",
+            f"a job with {ps} ps needs {ps + 2} tasks (with a chief and a worker), but has {count}",
+            fix="start more tasks, or fewer ps",
+            code="ENV004",
         )
     return ["chief"] + ["worker"] * (count - 1 - ps) + ["ps"] * ps
 
@@ -125,9 +126,7 @@ def _addresses(hosts: Sequence[str], *, first_port: int, among: range | None = N
         return _addresses(hosts, first_port=among.start, among=among)  # use the whole range
     raise UsageError(
         settings.PORTS,
-        received=f"{as_text(among)}, {len(among)} ports, "
-        f"for {last_port - first_port + 1} tasks on a host",
-        expected="a port for each task of a host",
+        f"{as_text(among)} has {len(among)} ports for {last_port - first_port + 1} tasks on a host",
         fix=f"set {settings.PORTS} to a larger range",
         code="ENV001",
     )
@@ -166,21 +165,18 @@ def _ps_count(job_settings: JobSettings) -> int:
     if job_settings.ps is None:
         return int(job_settings.strategy == "ps")
     if job_settings.strategy not in ("auto", "ps") and job_settings.ps:
-        raise _unfit(
+        raise UsageError(
             settings.PS,
-            f"{job_settings.ps} with {settings.STRATEGY}={job_settings.strategy}",
-            "0, or strategy ps",
-            f"unset {settings.PS}, or set {settings.STRATEGY}=ps",
+            f"{job_settings.ps} parameter servers need {settings.STRATEGY}=ps, "
+            f"not {job_settings.strategy}",
+            fix=f"unset {settings.PS}, or set {settings.STRATEGY}=ps",
+            code="ENV004",
         )
     if job_settings.strategy == "ps" and not job_settings.ps:
-        raise _unfit(
+        raise UsageError(
             settings.PS,
-            f"0 with {settings.STRATEGY}=ps",
-            "1 or more",
-            f"set {settings.PS}=1, or another strategy",
+            f"{settings.STRATEGY}=ps needs at least one parameter server",
+            fix=f"set {settings.PS}=1, or another strategy",
+            code="ENV004",
         )
     return job_settings.ps
-
-
-def _unfit(where: str, received: str, expected: str, fix: str) -> UsageError:
-    return UsageError(where, received=received, expected=expected, fix=fix, code="ENV004")

@@ -45,8 +45,12 @@ def parse_ports(value: str, *, where: str) -> range:
     first, last = (int(found[1]), int(found[2])) if found else (0, 0)
     if 1 <= first <= last <= 65_535:
         return range(first, last + 1)
-    expected, fix = "first-last, ports from 1 to 65535", "write 20000-20100, for example"
-    raise UsageError(where, received=shown(value), expected=expected, fix=fix, code="bad-ports")
+    raise UsageError(
+        where,
+        f"{shown(value)} is not a range first-last of ports from 1 to 65535",
+        fix="write a range such as 20000-20100",
+        code="bad-ports",
+    )
 
 
 def as_text(ports: range) -> str:
@@ -175,15 +179,13 @@ def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> Usag
     if error.errno in (errno.EMFILE, errno.ENFILE):
         fix = "raise the limit of open files (ulimit -n)"
     elif among is not None:
-        given = f"{among[0]} to {among[-1]}"
         fix = (
-            f"give more ports than {given} (--ports), or end what has them (ss -tanp); those of a "
-            "job that has just ended are free a minute later"
+            f"pass a range larger than {among[0]} to {among[-1]} (--ports), or stop the processes "
+            "that use these ports (ss -tanp). Ports of a finished job are free after a minute"
         )
     return UsageError(
         "ports",
-        received=f"{n} to hold ({error.strerror})",
-        expected="a free one for each task of this host",
+        f"tfdist cannot reserve {n} ports, one for each task of this host ({error.strerror})",
         fix=fix,
         code="no-free-port",
     )

@@ -22,9 +22,9 @@ Kind = Literal["single", "multiworker", "ps"]
 
 _RANK = {type_: rank for rank, type_ in enumerate(TASK_TYPES)}
 _FIX_OF_OLD_NAMES = {
-    "master": "write 'chief' for 'master', as the cluster and as the task's type",
-    "sparseCluster": "set enableDynamicWorker: false in the TFJob: a sparseCluster lists only some"
-    " of the tasks, and each task needs the addresses of all in 'cluster'",
+    "master": "write 'chief' instead of 'master', both in the cluster and in the task's type",
+    "sparseCluster": "set enableDynamicWorker: false in the TFJob, so that 'cluster' lists all"
+    " tasks (a sparseCluster lists only some)",
 }
 """Fixes for names of older platforms (AI Platform, SageMaker, Kubeflow's TFJob)."""
 
@@ -117,8 +117,7 @@ class ClusterSpec:
         has = ", ".join(f"{len(listed)} {type_}" for type_, listed in self.as_dict().items())
         raise UsageError(
             "task",
-            received=f"{task}",
-            expected=f"a task of the cluster, which has {has or 'none'}",
+            f"the cluster has no {task} (it has {has or 'no tasks'})",
             fix=f"correct the task, or add its address to the cluster's {task.type} list",
             code="TFC017",
         )
@@ -158,9 +157,8 @@ def _address_tuple(addresses: object, type_: str) -> tuple[str, ...]:
         return tuple(addresses)
     raise UsageError(
         f"cluster {type_}",
-        received=shown(addresses),
-        expected='a list of "host:port"',
-        fix=f'write "{type_}": ["host:port", ...], or leave {type_} out if there is none',
+        f"{shown(addresses)} is not a list of addresses",
+        fix=f'write "{type_}": ["host:port", ...], or leave out {type_}',
         code="TFC009",
     )
 
@@ -175,8 +173,7 @@ def _check_addresses(cluster: ClusterSpec) -> None:
             if first is not name:
                 raise UsageError(
                     "cluster",
-                    received=f"{shown(address)} for both {first} and {name}",
-                    expected="an address of its own for each task",
+                    f"{first} and {name} have the same address, {shown(address)}",
                     fix=f"give {name} another port",
                     code="TFC012",
                 )
@@ -187,8 +184,7 @@ def _check_roles(cluster: ClusterSpec) -> None:
         if (count := len(getattr(cluster, type_))) > 1:
             raise UsageError(
                 "cluster",
-                received=f"{count} addresses for {type_}",
-                expected=f"at most one {type_}",
+                f"the cluster has {count} addresses of type {type_}, but a job has at most one",
                 fix=f"keep one {type_}",
                 code="TFC013",
             )
@@ -196,9 +192,8 @@ def _check_roles(cluster: ClusterSpec) -> None:
         if cluster.ps and not getattr(cluster, type_):
             raise UsageError(
                 "cluster",
-                received=f"ps without {type_}",
-                expected="a chief, which coordinates a ps job, and at least one worker",
-                fix=f'add "{type_}": ["host:port"], or take ps out for a multiworker job',
+                f"a cluster with ps needs a {type_}, but has none",
+                fix=f'add "{type_}": ["host:port"], or remove "ps" for a multiworker job',
                 code="TFC014",
             )
 
@@ -213,9 +208,8 @@ def _check_not_empty(cluster: ClusterSpec, addresses: Mapping[str, object]) -> N
     if named and not cluster.training_tasks():
         raise UsageError(
             f"cluster {named[0]}",
-            received="[], and no address of any task that trains",
-            expected=f'a list of "host:port", one for each {named[0]}',
-            fix="write where they listen, or unset TF_CONFIG for a process by itself",
+            "the cluster has no training task",
+            fix=f"list the address of each {named[0]}, or unset TF_CONFIG for a single process",
             code="TFC009",
         )
 
@@ -269,16 +263,15 @@ class JobOptions:
         )
         object.__setattr__(self, "startup_timeout_s", seconds)
         is_path = isinstance(self.run_dir, str) and bool(self.run_dir.strip())
-        kinds = {"run_dir": (self.run_dir is None or is_path, "the path of a directory, or null")}
+        kinds = {"run_dir": (self.run_dir is None or is_path, "the path of a directory or null")}
         for name in ("evaluator", "terminal"):
             kinds[name] = (isinstance(getattr(self, name), bool), "true or false")
-        for name, (is_right, expected) in kinds.items():
+        for name, (is_right, kind) in kinds.items():
             if not is_right:
                 raise UsageError(
                     f"tfdist.{name}",
-                    received=shown(getattr(self, name)),
-                    expected=expected,
-                    fix="give one",
+                    f"{shown(getattr(self, name))} is not {kind}",
+                    fix=f"write {kind}",
                     code="TFC019",
                 )
 
@@ -349,9 +342,8 @@ def decode(text: str | bytes) -> TaskConfig:
     except (ValueError, RecursionError) as error:
         raise UsageError(
             VARIABLE,
-            received=f"{shown(text)} ({error})",
-            expected="a JSON object",
-            fix="correct it there; json.dumps in Python or jq on the command line write valid JSON",
+            f"{shown(text)} is not valid JSON ({error})",
+            fix="correct the value (json.dumps in Python and jq write valid JSON)",
             code="TFC001",
         ) from None
     with _place(VARIABLE):
@@ -408,33 +400,35 @@ def _check_agreement(config: TaskConfig) -> None:
     strategy, kind, cluster = config.options.strategy, config.cluster.kind, config.cluster
     count = len(cluster.training_tasks())
     is_training = config.task.type != "evaluator"
-    for is_wrong, has, expected in (
-        (strategy in ("multiworker", "pipeline") and kind == "ps", "a ps", "no ps"),
-        (is_training and strategy == "ps" and kind != "ps", "no ps", "a chief, worker and ps"),
+    for is_wrong, has, fix in (
+        (strategy in ("multiworker", "pipeline") and kind == "ps", "ps tasks", "remove the ps"),
+        (
+            is_training and strategy == "ps" and kind != "ps",
+            "no ps task",
+            "add a chief, workers and ps",
+        ),
         (
             is_training and strategy in ("multiworker", "pipeline") and kind == "single",
             "no address",
-            'the addresses of the workers, as in "worker": ["host:port", ...]',
+            'add the addresses of the workers, as in "worker": ["host:port", ...]',
         ),
         (
             is_training and strategy in ("single", "mirrored") and count > 1,
             f"{count} training tasks",
-            "one training task",
+            "keep one training task",
         ),
     ):
         if is_wrong:
             raise UsageError(
                 "tfdist.strategy",
-                received=f"{strategy!r} and a cluster with {has}",
-                expected=f"{expected} in the cluster",
-                fix="correct the cluster, or use another strategy",
+                f"{strategy!r} is impossible, because the cluster has {has}",
+                fix=f"{fix}, or use another strategy",
                 code="TFC020",
             )
     if is_training and count % (config.options.stages or 1):
         raise UsageError(
             "tfdist.stages",
-            received=f"{config.options.stages} stages and {count} tasks",
-            expected="a task for each stage of each pipeline",
+            f"{count} tasks cannot be divided into pipelines of {config.options.stages} stages",
             fix=f"use {count} stages, or another number of tasks",
             code="TFC020",
         )
@@ -446,20 +440,19 @@ def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
         return
     for key in fields:
         if near(key.lower(), ["tfdist"]):
-            expected = "our options under the key 'tfdist'"
-            fix = f"write 'tfdist' for {shown(key)}"
-            raise UsageError("key", received=shown(key), expected=expected, fix=fix, code="TFC021")
+            fix = f"write 'tfdist' instead of {shown(key)}"
+            problem = f"{shown(key)} is unknown (did you mean 'tfdist'?)"
+            raise UsageError("key", problem, fix=fix, code="TFC021")
 
 
 def _present(fields: Mapping[str, object], key: str, *, where: str, example: str) -> object:
     if key in fields:
         return fields[key]
     fixes = [fix for name, fix in _FIX_OF_OLD_NAMES.items() if name in fields]
-    received = f"no {key!r}, only {shown(list(fields))}" if fields else f"no {key!r}"
+    others = f" (it has {shown(list(fields))})" if fields else ""
     raise UsageError(
         where,
-        received=received,
-        expected=f"the key {key!r}",
+        f"the key {key!r} is missing{others}",
         fix=next(iter(fixes), f'add "{key}": {example}'),
         code="TFC005" if where == "cluster" else "TFC006",
     )
@@ -469,7 +462,8 @@ def _object(value: object, key: str) -> dict[str, object]:
     if isinstance(value, dict):
         return value
     fix = f'write "{key}": {{...}}' if key else 'write {"cluster": {...}, "task": {...}}'
-    raise UsageError(key, received=shown(value), expected="an object", fix=fix, code="TFC007")
+    problem = f"{shown(value)} is not a JSON object"
+    raise UsageError(key, problem, fix=fix, code="TFC007")
 
 
 @contextlib.contextmanager

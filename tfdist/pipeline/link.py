@@ -60,7 +60,7 @@ class StageLink:
         if found == _ERROR:
             self.lost = str(arrays)
         else:
-            self.lost = f"{self._name} is at {found}, where this stage is at {tag}"
+            self.lost = f"{self._name} sent {found}, but this stage expects {tag}"
         raise PeerLost(self.lost)
 
     def fail(self, reason: str) -> None:
@@ -88,7 +88,7 @@ class StageLink:
                 if tag == _ERROR:
                     return
         except (OSError, ValueError, TypeError) as error:
-            self._inbox.put((_ERROR, f"{self._name} has gone: {error}"))
+            self._inbox.put((_ERROR, f"lost {self._name}: {error}"))
 
     def _message(self) -> tuple[str, list[np.ndarray]]:
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
@@ -107,5 +107,5 @@ class StageLink:
         while view:
             count = self._end.recv_into(view)
             if not count:
-                raise ConnectionError("it has closed its connection")
+                raise ConnectionError("it closed the connection")
             view = view[count:]

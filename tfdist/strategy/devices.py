@@ -24,8 +24,7 @@ def require_unused_runtime() -> None:
     require(
         tf_context.context()._context_handle is None,
         "make_strategy",
-        received="a process in which TensorFlow has already run an operation",
-        expected="to be called before any other TensorFlow work",
+        "TensorFlow has already run an operation in this process",
         fix="move tfdist.make_strategy() to the top of the program",
         code="tensorflow-has-run",
     )
@@ -76,17 +75,17 @@ def replica_devices(count: int | None) -> list[str]:
     """
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
-        _require_at_most(len(gpus), count, of="the GPUs that are visible")
+        _require_at_most(len(gpus), count, of="visible GPUs")
         return [f"/GPU:{i}" for i in range(count or len(gpus))]
     cores = usable_cores()
     most = _LOGICAL_CPUS_PER_CORE * cores
-    _require_at_most(most, count, of=f"logical devices on {cores} cores and no GPU")
+    _require_at_most(most, count, of=f"logical devices on {cores} cores without a GPU")
     count = count or cores
     if count > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]
         logical = [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
         tf.config.set_logical_device_configuration(cpu, logical)
-        _LOG.info("no GPU: %d logical devices on the CPU", count)
+        _LOG.info("no GPU found: using %d logical devices of the CPU", count)
     return [f"/CPU:{i}" for i in range(count)]
 
 
@@ -100,8 +99,7 @@ def _require_at_most(most: int, count: int | None, *, of: str) -> None:
     require(
         count is None or count <= most,
         "devices_per_worker",
-        received=count,
-        expected=f"at most {most}, {of}",
+        f"{count} is more than {most}, the number of {of}",
         fix="lower --devices_per_worker, or make more devices visible",
         code="devices",
     )

@@ -23,7 +23,6 @@ from tfdist.strategy.job import Job, current_job
 
 _PIECE_WORDS = 2**22
 _MARK = "_tfdist_part"
-TOGETHER = "because all tasks run each step together"
 _OF_PEERS = (
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -82,8 +81,7 @@ def _own_job(collective: str) -> Job | None:
     if config is not None and resolved_strategy(config) in ("multiworker", "pipeline"):
         raise UsageError(
             collective,
-            received=f"a call in {config.task} before it has a strategy",
-            expected="one after it: until then a task reaches no other",
+            f"{config.task} runs a collective before make_strategy has connected the tasks",
             fix="call tfdist.make_strategy() first",
             code="no-strategy",
         )
@@ -118,10 +116,9 @@ def naming_lost_peer(job: Job) -> Iterator[None]:
             theirs, mine = job.ring.differs
             raise UsageError(
                 "sums over the workers",
-                received=f"{theirs}, of {lost.partition(' makes ')[0]}",
-                expected=f"{mine}, as of {job.name}",
-                fix="every worker makes the same sums in the same order: look for a tf.cond, an if "
-                "or a callback that only some of them take",
+                f"{job.ring.previous_name} runs {theirs}, but {job.name} runs {mine}",
+                fix="run the same sums in the same order in every worker (look for a tf.cond, an "
+                "if or a callback that only some workers run)",
                 code="different-sums",
             ) from error
         raise PeerLost(f"{job.name}: {lost}") from error
@@ -131,8 +128,7 @@ def ends_differ(first: str, other: str) -> UsageError:
     """Return the error for data that end earlier in one task than in another task."""
     return UsageError(
         "data",
-        received=f"{first} and {other}",
-        expected=f"the same number of batches in every task, {TOGETHER}",
+        f"{first}, but {other.removeprefix('the data ended ')}",
         fix="give every task the same files, and a generator that starts again for each pass",
         code="data-ended",
     )
@@ -192,9 +188,8 @@ def rows_of_all_tasks(
     if len(shapes) > 1:  # NumPy would repeat a row of size 1
         raise UsageError(
             of,
-            received=f"rows of shapes {', '.join(map(str, shapes))} in the tasks of one batch",
-            expected="one shape for all rows of a batch",
-            fix="pad to a length that does not go by the batch, as by output_sequence_length",
+            f"the rows of one batch have the shapes {', '.join(map(str, shapes))} in the tasks",
+            fix="pad all batches to the same length, for example with output_sequence_length",
             code="rows-differ",
         )
     dtype = tf.as_dtype(int(max(kinds))).as_numpy_dtype
@@ -281,9 +276,8 @@ def _encoded(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
             require(
                 isinstance(key, str),
                 "broadcast",
-                received=f"a dict with the key {key!r}",
-                expected="text as keys, as JSON has them",
-                fix="send a list of pairs, and make a dict of it again",
+                f"the key {key!r} of a dict is not text",
+                fix="send a list of pairs, and build the dict from the list",
                 code="broadcast-key",
             )
         return {key: _encoded(item, arrays) for key, item in value.items()}
@@ -295,9 +289,8 @@ def _encoded(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
     require(
         not (array.dtype == object or array.dtype.names or isinstance(value, bytes)),
         "broadcast",
-        received=f"a {type(value).__name__}{' with fields' if array.dtype.names else ''}",
-        expected="what JSON can say, and NumPy arrays of numbers or text in it",
-        fix="send what it is made of, as numbers, text, lists and arrays",
+        f"tfdist cannot send a {type(value).__name__}{' with fields' * bool(array.dtype.names)}",
+        fix="send its content as numbers, text, lists, dicts and arrays of numbers or text",
         code="broadcast-value",
     )
     if isinstance(value, np.generic):

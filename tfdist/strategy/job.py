@@ -146,8 +146,8 @@ def _require_agreement(kind: str) -> None:
         return
     raise UsageError(
         "tfdist",
-        received=f"a model of strategy {kind} in {config.task} of a {resolved} job",
-        expected="one made in the scope of the job's strategy: each task would train by itself",
+        f"{config.task} of a {resolved} job has a model of strategy {kind}, so the tasks would "
+        "train separate models",
         fix="call strategy = tfdist.make_strategy() first, and make and compile the model inside "
         "`with strategy.scope():`",
         code="other-strategy",

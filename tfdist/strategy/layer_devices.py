@@ -51,9 +51,8 @@ class PlacedStrategy(tf.distribute.OneDeviceStrategy):
             require(
                 pattern in used,
                 "placement",
-                received=f"{pattern!r}{near(pattern, names)}, which counts for no layer",
-                expected="regular expressions that match paths of layers",
-                fix="correct it, or put it before a more general one",
+                f"no layer uses the pattern {pattern!r}{near(pattern, names)}",
+                fix="correct the pattern, or put it before a more general pattern",
                 code="unknown-layer",
             )
 
@@ -179,8 +178,8 @@ def _device(pattern: str, name: str) -> str:
         f"placement[{pattern!r}]",
         short if ":" in short else f"{short}:0",
         _devices(),
-        fix="name one of them; tf.config.set_logical_device_configuration, before make_strategy,"
-        " makes several of one CPU",
+        fix="use an existing device, or split the CPU before make_strategy with "
+        "tf.config.set_logical_device_configuration",
         code="devices",
     )
     return f"/{short}"

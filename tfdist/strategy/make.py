@@ -142,8 +142,7 @@ def _resolve(kind: str, config: TaskConfig | None, placement: Mapping[str, str] 
     require(
         kind == "auto" or resolved in ("auto", kind),
         "make_strategy",
-        received=f"strategy={kind!r} where TF_CONFIG describes a {resolved} job",
-        expected="the two to agree",
+        f"strategy={kind!r} contradicts TF_CONFIG, which describes a {resolved} job",
         fix=f"call make_strategy() without a strategy, or start the job with --strategy {kind}",
         code="other-strategy",
     )
@@ -155,9 +154,8 @@ def _resolve(kind: str, config: TaskConfig | None, placement: Mapping[str, str] 
     require(
         kind == "single" or not placement,
         "make_strategy(placement)",
-        received=f"a placement under strategy {kind}",
-        expected="strategy single, whose one replica has all devices of the process",
-        fix="start with --strategy single, or leave it out; under pipeline a cut divides the model",
+        f"strategy {kind} does not support a placement",
+        fix="use --strategy single, or leave out placement (a pipeline divides a model by cuts)",
         code="no-placement",
     )
     return kind
@@ -174,10 +172,9 @@ def _same(made: Job, kind: str, placement: Mapping[str, str] | None) -> Job:
     require(
         made.kind == kind and not other,
         "make_strategy",
-        received=f"strategy={kind!r}{' and another placement' * other} after a {made.kind} "
-        "strategy was made in this process",
-        expected="one strategy a process",
-        fix="make it once, and pass it on",
+        f"strategy={kind!r}{' with another placement' * other} conflicts with the {made.kind} "
+        "strategy of this process",
+        fix="call make_strategy once, and pass its strategy on",
         code="second-strategy",
     )
     return made
@@ -187,9 +184,8 @@ def _needed(config: TaskConfig | None, kind: str) -> TaskConfig:
     if config is None or not config.cluster.tasks():
         raise UsageError(
             "make_strategy",
-            received=f"strategy={kind!r} and no cluster in TF_CONFIG",
-            expected="TF_CONFIG with the job's tasks",
-            fix=f"start the program by python -m tfdist.launch --strategy {kind} ...",
+            f"strategy={kind!r} needs the job's tasks in TF_CONFIG, but TF_CONFIG has no cluster",
+            fix=f"start the program with python -m tfdist.launch --strategy {kind}",
             code="no-cluster",
         )
     return config
@@ -221,8 +217,8 @@ def _multiworker(
     require(
         strategy.num_replicas_in_sync == expected,
         "make_strategy",
-        received=f"{strategy.num_replicas_in_sync} replicas",
-        expected=f"{expected}: {config.cluster.num_replica_tasks} tasks of {local} devices",
+        f"TensorFlow has {strategy.num_replicas_in_sync} replicas instead of {expected} "
+        f"({config.cluster.num_replica_tasks} tasks with {local} devices each)",
         fix="give every task the same number of visible devices",
         code="devices",
     )
@@ -248,8 +244,8 @@ def _in_ring(job: Job) -> Job:
     if ends is None:
         if job.is_chief:
             _LOG.warning(
-                "not every worker reaches the next one beside TensorFlow's own port: gradients go"
-                " by TensorFlow's collectives, which on CPUs is slower"
+                "ring setup failed (a worker cannot connect to the next worker); using "
+                "TensorFlow's collectives, which are slower on CPUs"
             )
         return job
     job = dataclasses.replace(job, ring=Ring(rank, names, ends))
@@ -287,9 +283,8 @@ def _require_devices(options: JobOptions, kind: str) -> None:
     require(
         options.devices_per_worker in (None, count),
         "make_strategy",
-        received=f"devices_per_worker={options.devices_per_worker} with strategy {kind}",
-        expected=f"{count}, as a worker of such a job computes on {each}",
-        fix="leave it out; start more tasks, or use strategy mirrored",
+        f"a {kind} worker uses {each}, not devices_per_worker={options.devices_per_worker}",
+        fix="leave out devices_per_worker, start more tasks, or use strategy mirrored",
         code="devices",
     )
 
@@ -311,7 +306,7 @@ def _give_sigterm_back() -> None:
     try:
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     except ValueError:
-        _LOG.debug("not the main thread: SIGTERM stays as it is")
+        _LOG.debug("not in the main thread: SIGTERM keeps TensorFlow's handler")
 
 
 def end_mistakes_in_one_line() -> None:

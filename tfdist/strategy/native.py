@@ -108,9 +108,8 @@ def require_engine(callback: Any) -> None:
     require(
         _engine_runs.get(),
         f"tfdist.{type(callback).__name__}",
-        received="a model outside strategy.scope(), which Keras' own fit trains",
-        expected="a model that tfdist trains",
-        fix="add strategy = tfdist.make_strategy(), and make and compile the model inside "
+        "Keras' own fit trains this model, because the model is not in strategy.scope()",
+        fix="call strategy = tfdist.make_strategy(), and make and compile the model inside "
         "`with strategy.scope():`",
         code="another-scope",
     )

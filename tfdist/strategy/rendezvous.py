@@ -146,9 +146,8 @@ def answering(config: TaskConfig) -> Iterator[socket.socket]:
     except OSError as error:
         raise UsageError(
             f"{config.task}",
-            received=f"{address}, which cannot be listened at ({error.strerror})",
-            expected="a free port of this machine",
-            fix="end what listens there, or give the task another port in TF_CONFIG",
+            f"cannot listen on {address}: {error.strerror}",
+            fix="stop the process that uses the port, or give the task another port in TF_CONFIG",
             code="port-in-use",
         ) from error
     with listener:
@@ -189,7 +188,8 @@ def waited_for(
     """Return the message that names the missing tasks."""
     return (
         f"{config.task}: waited {waited_s:.0f} s of {timeout_s:.0f} s for "
-        f"{at_addresses(config.cluster, missing)}. Fix: start them, or raise --startup_timeout_s"
+        f"{at_addresses(config.cluster, missing)}. Fix: start these tasks, or raise "
+        "--startup_timeout_s"
     )
 
 
@@ -207,14 +207,13 @@ def own_versions() -> str:
 
 def require_same_versions(theirs: str, *, task: str, own: str, own_task: str) -> None:
     """Raise UsageError with the names of both tasks if their versions differ."""
-    pairs = itertools.zip_longest(theirs.split(", "), own.split(", "), fillvalue="nothing")
+    pairs = itertools.zip_longest(theirs.split(", "), own.split(", "), fillvalue="no version")
     for found, expected in pairs:
         require(
             found == expected,
             task,
-            received=found,
-            expected=f"{expected.partition(' ')[2]}, as {own_task} has",
-            fix="install the same version on every machine",
+            f"{found} differs from {expected} in {own_task}",
+            fix="install the same version on all hosts",
             code="version",
         )
 
@@ -242,7 +241,7 @@ def wait_for_chief_to_end(
         if answers(address) or (not seen and met is not None and met.is_set()):
             seen, last = True, time.monotonic()
         elif seen and time.monotonic() - last > _GONE_AFTER_S:
-            _LOG.info("the chief at %s has ended; so does %s", address, config.task)
+            _LOG.info("the chief at %s exited; %s exits too", address, config.task)
             return EXIT_OK
         elif not seen and time.monotonic() - last > timeout_s:
             waited = waited_for(config, [config.cluster.chief_task], timeout_s, timeout_s)

@@ -141,8 +141,8 @@ class Ring:
             raise ConnectionError(self.lost)
         if not self._at_work.acquire(blocking=False):
             raise RuntimeError(
-                "two threads of this worker sum at once: what all tasks call has one order, and is"
-                " called in one thread"
+                "two threads of this worker run collectives at the same time. Fix: call "
+                "collectives from one thread"
             )
         phases.set_at_sum(True)
         try:
@@ -176,7 +176,7 @@ class Ring:
 
     def close(self) -> None:
         """Close the connections. The neighbours' next sum fails."""
-        self._leave("this worker has left the ring")
+        self._leave("this worker closed the ring")
 
     def _leave(self, reason: str) -> None:
         self.lost = self.lost or reason
@@ -209,12 +209,11 @@ class Ring:
         self._exchange(deque([memoryview(header)]), deque([memoryview(theirs)]))
         if _HEADER.unpack(theirs)[0] == _NO_MORE:
             self.stopped = _in_words(theirs)
-            raise ConnectionError(f"{self._previous} makes no more sums: {self.stopped}")
+            raise ConnectionError(f"{self._previous} stopped: {self.stopped}")
         if theirs != header:
             self.differs = _in_words(theirs), _in_words(header)
             raise ConnectionError(
-                f"{self._previous} makes another sum: {self.differs[0]}, where this worker is at"
-                f" {self.differs[1]}"
+                f"{self._previous} runs {self.differs[0]}, but this worker runs {self.differs[1]}"
             )
 
     def _add(
@@ -254,7 +253,7 @@ class Ring:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise ConnectionError(f"{self._next} has gone: {error.strerror or error}") from error
+            raise ConnectionError(f"lost {self._next}: {error.strerror or error}") from error
         _take(out, sent)
         return True
 
@@ -266,9 +265,9 @@ class Ring:
             return False
         except OSError as error:
             reason = error.strerror or str(error)
-            raise ConnectionError(f"{self._previous} has gone: {reason}") from error
+            raise ConnectionError(f"lost {self._previous}: {reason}") from error
         if not received:
-            raise ConnectionError(f"{self._previous} has gone: it has closed its connection")
+            raise ConnectionError(f"lost {self._previous}: it closed the connection")
         _take(into, received)
         return True
 
@@ -427,7 +426,7 @@ def connect(
     if reached.all() and to_next is not None and from_previous is not None:
         return to_next, from_previous
     if to_next is None:
-        _LOG.warning("%s cannot be reached from %s at %s", names[after], names[rank], place)
+        _LOG.warning("%s cannot connect to %s at %s", names[rank], names[after], place)
     for end in (to_next, from_previous):
         if end is not None:
             end.close()

@@ -56,7 +56,7 @@ class PipelineOptions:
 
     def __post_init__(self) -> None:
         if self.split_size not in (None, "auto"):
-            fix = 'give examples, such as 12, or "auto"'
+            fix = 'pass a number of examples, such as 12, or "auto"'
             require_int("split_size", self.split_size, least=1, fix=fix)
         require_one_of("schedule", self.schedule, ("1f1b", "gpipe", "serial"))
         require_one_of("keep", self.keep, ("tape", "recompute", "compiled"))
@@ -98,9 +98,8 @@ class Choices:
         require(
             is_whole,
             str(where),
-            received="something else than a cut",
-            expected="what tfdist has written there",
-            fix="remove it; without it the run may end with other bits",
+            "the file does not contain the choices of a pipeline job",
+            fix="remove the file (the results may then differ in the last bits)",
             code="damaged-choices",
         )
         self.cuts.update(cuts)
@@ -190,8 +189,8 @@ def join(
     ends = [pair for pair in found if pair is not None]
     if len(ends) < len(found):
         raise StartupTimeout(
-            f"{config.task}: not every stage reaches the next one. Fix: open the ports between the"
-            " tasks' hosts (--ports names a range)"
+            f"{config.task}: a stage cannot connect to the next stage. Fix: open the ports between"
+            " the tasks' hosts (--ports sets the range)"
         )
     of_all, (after, before), *of_peers = ends
     peers = [Ring(pipeline, names[index::count], ends) for ends in of_peers]
@@ -232,7 +231,9 @@ def meeting(config: TaskConfig, *, timeout_s: float) -> Iterator[Sum]:
         try:
             yield lambda values: _total(values, ends, chief=is_chief)
         except OSError as error:
-            raise StartupTimeout(f"{config.task}: a task left the meeting: {error}") from error
+            raise StartupTimeout(
+                f"{config.task}: a task disconnected during startup: {error}"
+            ) from error
 
 
 def _total(values: np.ndarray, ends: Sequence[socket.socket], *, chief: bool) -> np.ndarray:

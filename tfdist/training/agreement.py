@@ -25,7 +25,7 @@ from tfdist.data.source import GraphSource, Source, unpack
 from tfdist.data.stream import StreamSource, random_states
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast, current_job
-from tfdist.strategy.group import TOGETHER, ends_differ, of_all_tasks
+from tfdist.strategy.group import ends_differ, of_all_tasks
 
 if TYPE_CHECKING:
     from tfdist.training.feed import Feed
@@ -106,12 +106,11 @@ def require_same_examples(job: Job, source: Source) -> None:
 
 
 _FIXES = {
-    "batches": "give every task all batches of the data, of which it takes its part; if each task "
-    "is to read a part of its own, pass a function of tf.distribute.InputContext and "
-    "steps_per_epoch",
-    "steps of an epoch": "give every task as many batches, or pass steps_per_epoch",
+    "batches": "give every task all batches of the data. To read a separate part in each task, "
+    "pass a function of tf.distribute.InputContext and steps_per_epoch",
+    "steps of an epoch": "give every task the same number of batches, or pass steps_per_epoch",
     "sets of validation data": "pass validation_data in every task",
-    "batch_size": "pass one number in every task: it counts the examples of all tasks together",
+    "batch_size": "pass the same batch size in all tasks (it counts the examples of all tasks)",
 }
 
 
@@ -129,9 +128,8 @@ def require_same_lengths(job: Job, lengths: Mapping[str, int]) -> None:
         for other in others[:1]:
             raise UsageError(
                 name,
-                received=f"{_number(numbers[0])} in {_task(job, 0)} and {_number(numbers[other])} "
-                f"in {_task(job, other)}",
-                expected=f"the same in every task, {TOGETHER}",
+                f"{_number(numbers[0])} in {_task(job, 0)} and {_number(numbers[other])} in "
+                f"{_task(job, other)}",
                 fix=_FIXES.get(name, f"pass the same {name} in every task"),
                 code="tasks-differ",
             )
@@ -157,11 +155,11 @@ def data_ended(feed: Feed, error: UsageError) -> UsageError:
     end = _end(count, job.name)
     at = job.ring.stop(end)
     both = not at or at.partition(" in ")[0] == end.partition(" in ")[0]
-    return error if both else ends_differ(end, f"none in {job.ring.previous_name}")
+    return error if both else ends_differ(end, f"not in {job.ring.previous_name}")
 
 
 def _end(count: int, task: str) -> str:
-    return f"an end after {count:,} batches in {task}"
+    return f"the data ended after {count:,} batches in {task}"
 
 
 def _require_same_ends(job: Job, feed: Feed, last: int) -> None:
@@ -175,7 +173,7 @@ def _require_same_ends(job: Job, feed: Feed, last: int) -> None:
     if others.size:
         firsts = [(end if end >= 0 else last, index) for index, end in enumerate(table[:, 1])]
         (first, one), (later, other) = min(firsts), max(firsts)
-        end = _end(later, _task(job, other)) if later < last else f"none in {_task(job, other)}"
+        end = _end(later, _task(job, other)) if later < last else f"not in {_task(job, other)}"
         raise ends_differ(_end(first, _task(job, one)), end)
 
 
@@ -202,7 +200,7 @@ def _require_same(job: Job, digest: Digest, *, where: str, inputs_too: bool) -> 
         raise _differ(where, shown)
     if len(set(whole)) > 1 and job.is_chief and where.startswith("batches"):
         _LOG.warning(
-            "data: the inputs of the %s differ between the workers (%s) and the targets do not: "
+            "data: the inputs of the %s differ between the workers (%s), but the targets do not: "
             "right for random augmentation, wrong for anything else",
             where,
             ", ".join(shown),
@@ -214,11 +212,10 @@ def _differ(what: str, seen: Sequence[str]) -> UsageError:
     each = ", ".join(f"{name} {text}" for name, text in zip(names, seen, strict=True))
     return UsageError(
         "data",
-        received=f"{what} that differ between the workers: {each}",
-        expected="the same in every worker, as each takes its part of a batch",
-        fix="seed whatever shuffles or draws, sort lists of files, give every host the same files, "
-        "or pass a function of tf.distribute.InputContext if each worker is to read a part of its "
-        "own",
+        f"the {what} differ between the workers: {each}",
+        fix="seed every shuffle and random draw, sort lists of files, and give every host the same "
+        "files. To read a separate part in each worker, pass a function of "
+        "tf.distribute.InputContext",
         code="tasks-differ",
     )
 
@@ -243,8 +240,7 @@ def require_same_weights(job: Job, model: keras.Model) -> None:
         sums = ", ".join(f"{total:g}" for total in table[:, index, 0])
         raise UsageError(
             "weights",
-            received=f"{model.trainable_variables[index].path}, whose sums in the tasks are {sums}",
-            expected="the same weights in every task",
-            fix="set or load them in every task, and not in the chief alone",
+            f"{model.trainable_variables[index].path} has different sums in the tasks: {sums}",
+            fix="set or load the weights in every task, not only in the chief",
             code="tasks-differ",
         )
