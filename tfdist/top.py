@@ -156,7 +156,7 @@ def _metrics(last: list[dict[str, Any]]) -> Text:
         for line in last
         for name, value in line.items()
         if (name not in COUNTERS and isinstance(value, int | float | None))
-        or (name == "examples_per_second" and value)
+        or (name in ("learning_rate", "examples_per_second") and value)
     ]
     return Text("last epoch: " + "  ".join(values) if values else "", style="dim")
 

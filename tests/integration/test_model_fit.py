@@ -1,5 +1,6 @@
 """`model.fit` and its like of a model made in the job's scope: the engine, as `tfdist.fit`."""
 
+import itertools
 import json
 
 import keras
@@ -11,9 +12,10 @@ import tensorflow as tf
 import tfdist
 from tests.models import noted_ranges
 from tests.refusals import refusal, refused
-from tfdist.cluster import read_environment
+from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, read_environment
+from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
-from tfdist.training import kept, routing
+from tfdist.training import kept, metrics_file, routing
 from tfdist.training.engines import SynchronousEngine
 from tfdist.training.keras_compat.trace import warn_once
 
@@ -283,3 +285,55 @@ def test_sparse_and_ragged_arrays_are_for_keras_own_loop(strategies, monkeypatch
     ragged = tf.ragged.constant([[1.0], [2.0, 3.0]])
     assert "RaggedTensor" in routing._reason_for_keras(model, {"x": {"a": X, "b": ragged}})
     assert routing._reason_for_keras(model, {"x": X, "validation_data": (X, Y)}) is None
+
+
+# The run directory: `metrics.jsonl` of every fit in it.
+
+
+def in_run_dir(strategies, monkeypatch, run_dir):
+    """A model of a job that has a run directory."""
+    monkeypatch.setattr(job, "_made", [])
+    monkeypatch.setattr(metrics_file, "_fits", itertools.count(1))
+    options = JobOptions(run_dir=str(run_dir))
+    config = TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
+    strategy = job.remember(Job(strategy=strategies[2], kind="mirrored", config=config)).strategy
+    with strategy.scope():
+        return compiled()
+
+
+def steps_of(run_dir):
+    return [line["step"] for line in RunDirectory(run_dir).read_metrics()]
+
+
+def test_a_fit_per_epoch_continues_the_steps_of_the_file(strategies, monkeypatch, tmp_path):
+    model = in_run_dir(strategies, monkeypatch, tmp_path / "run")
+    for epoch in range(3):
+        model.fit(X, Y, batch_size=10, epochs=epoch + 1, initial_epoch=epoch, verbose=0)
+    model.fit(X, Y, batch_size=20, epochs=1, verbose=0)
+    lines = RunDirectory(tmp_path / "run").read_metrics()
+    assert [(line["step"], line["virtual_epoch"]) for line in lines] == [
+        *((4, 1), (8, 2), (12, 3), (14, 4))
+    ]
+    assert lines[0]["learning_rate"] == pytest.approx(0.01)
+    # The program starts again, and resumes no fit.
+    in_run_dir(strategies, monkeypatch, tmp_path / "run").fit(X, Y, batch_size=20, verbose=0)
+    assert steps_of(tmp_path / "run") == [2]
+
+
+def test_a_callback_of_its_own_that_writes_the_file_is_the_only_one(
+    strategies, monkeypatch, tmp_path
+):
+    class Own(keras.callbacks.Callback):
+        writes_metrics = True
+
+    model = in_run_dir(strategies, monkeypatch, tmp_path / "run")
+    model.fit(X, Y, batch_size=10, verbose=0, callbacks=Own())
+    assert steps_of(tmp_path / "run") == []
+
+
+def test_a_file_that_cannot_be_written_is_one_warning(strategies, monkeypatch, tmp_path, warnings):
+    (tmp_path / "run").write_text("")
+    model = in_run_dir(strategies, monkeypatch, tmp_path / "run")
+    assert model.fit(X, Y, batch_size=10, epochs=3, verbose=0).epoch == [0, 1, 2]
+    (said,) = warnings()
+    assert "metrics.jsonl: not written" in said

@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.jobs import DEADLINE_S, LAUNCH, ROOT, report
+from tests.multiprocess.trainings import PROGRAMS
+from tests.multiprocess.trainings import launch as launch_training
 from tests.processes import python, until
 from tfdist.cluster import hold_ports
+from tfdist.outputs.run_directory import RunDirectory
+from tfdist.report.page import render
 from tfdist.report.run import read_run
 
 pytestmark = pytest.mark.slow
@@ -96,3 +100,24 @@ def test_a_metrics_port_that_is_taken_is_one_line_and_nothing_is_started(launch,
     assert done.stderr.count("\n") == 1
     assert "--metrics_port" in done.stderr
     assert not list(tmp_path.glob("run/logs/attempt-*/*.log"))
+
+
+def test_a_script_of_plain_fits_has_curves_and_a_restart_repeats_no_step(tmp_path):
+    program = (str(PROGRAMS / "plain.py"), str(tmp_path))
+    launch_training(
+        tmp_path / "run", "--strategy", "multiworker", "--workers", "2", "--max_restarts", "1",
+        *program, timeout_s=DEADLINE_S,
+    )  # fmt: skip
+    lines = RunDirectory(tmp_path / "run").read_metrics()
+    assert [line["step"] for line in lines] == [4, 8, 12, 16, 20, 24, 28]
+    assert [line["examples"] for line in lines] == [8 * line["step"] for line in lines]
+    assert [line["virtual_epoch"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line.get("fit", 1) for line in lines] == [1, 1, 1, 2, 2, 2, 3]
+    keys = {"loss", "mae", "val_loss", "val_mae", "learning_rate", "examples_per_second"}
+    assert all(keys <= set(line) for line in lines)
+    page = render([read_run(tmp_path / "run")])
+    for title in ("Loss", "Mae", "Learning rate", "Examples per second"):
+        assert f">{title}<" in page
+    shown = run("tfdist.top", "--once", str(tmp_path / "run"))
+    assert "last epoch: loss" in shown.stdout
+    assert "learning_rate 0.01" in shown.stdout

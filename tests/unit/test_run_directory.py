@@ -102,16 +102,17 @@ def test_metrics_are_strict_json_lines_on_the_disk(directory, monkeypatch):
 def test_a_line_cut_short_is_left_out_and_gone_after_the_resume(directory):
     directory.claim(CONFIG)
     assert directory.read_metrics() == []
-    directory.drop_metrics_after(0)
-    for step in (10, 20, 30):
-        directory.append_metrics({"step": step})
+    directory.drop_metrics_from(1)
+    for epoch in (1, 2, 3):
+        directory.append_metrics({"virtual_epoch": epoch})
     with open(directory.metrics_file, "a") as file:
-        file.write('{"step": 4')
-    assert [line["step"] for line in directory.read_metrics()] == [10, 20, 30]
-    directory.drop_metrics_after(20)
+        file.write('{"virtual_epoch": 4')
+    assert [line["virtual_epoch"] for line in directory.read_metrics()] == [1, 2, 3]
+    directory.drop_metrics_from(3)
     directory.append_metrics({"step": 25})
-    assert directory.metrics_file.read_text() == '{"step": 10}\n{"step": 20}\n{"step": 25}\n'
-    directory.drop_metrics_after(0)
+    lines = '{"virtual_epoch": 1}\n{"virtual_epoch": 2}\n'
+    assert directory.metrics_file.read_text() == lines + '{"step": 25}\n'
+    directory.write_metrics([])
     directory.append_metrics({"step": 5})
     assert directory.metrics_file.read_text() == '{"step": 5}\n'
 

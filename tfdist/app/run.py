@@ -35,6 +35,7 @@ from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.fitting import fit
+from tfdist.training.metrics_file import MetricsFile, worker_steps
 from tfdist.training.trackers import make_tracker
 
 logger = logging.getLogger(__name__)
@@ -265,17 +266,6 @@ def _write_summary(
     return summary
 
 
-def _worker_steps() -> dict[str, int]:
-    """Return the steps of each worker since this process started, {} unless it is a ps job."""
-    job = current_job()
-    if job is None or job.kind != "ps":
-        return {}
-    from tfdist.ps.workers import worker_pool_of
-
-    shares = worker_pool_of(job.strategy).shares
-    return {f"worker-{index}": share.steps for index, share in shares.items()}
-
-
 def _ps_summary(model: keras.Model, job: Job) -> dict[str, Any]:
     """Return the counts of the steps since this process started, and the bytes on each ps."""
     from tfdist.ps.strategy import bytes_on_servers
@@ -283,7 +273,7 @@ def _ps_summary(model: keras.Model, job: Job) -> dict[str, Any]:
 
     pool = worker_pool_of(job.strategy)
     return {
-        "worker_steps": _worker_steps(),
+        "worker_steps": worker_steps(),
         **pool.account.summary(),
         "ps_bytes": bytes_on_servers(model, job.strategy),
     }
@@ -318,13 +308,13 @@ def _seed(config: Any, directory: RunDirectory, *, overwrite: bool) -> int:
 # Progress and metrics of a run.
 
 
-class RunReporter(keras.callbacks.Callback):
+class RunReporter(MetricsFile):
     """Callback that writes `metrics.jsonl` and TensorBoard scalars and updates the display.
 
     Only the chief calls it.
     """
 
-    once_a_range = chief_only = wants_block_logs = True
+    once_a_range = wants_block_logs = is_required = True
 
     def __init__(
         self,
@@ -334,70 +324,30 @@ class RunReporter(keras.callbacks.Callback):
         display: ProgressDisplay,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__()
-        self._directory = directory
-        self._plan = plan
+        super().__init__(directory, plan, clock=clock)
         self._display = display
-        self._clock = clock
         self.log_dir = str(directory.tensorboard)
         self._scalars = ScalarWriter(directory.tensorboard)
-        self._epoch = 0
-        self._ranges: list[tuple[int, float]] = []
-        self._epoch_ranges: list[tuple[int, float]] = []
-        self._range_start = (0, 0.0)
-        self.first_step: int | None = None
-        self.step = 0
-
-    @property
-    def examples_per_second(self) -> float | None:
-        """Training throughput, without validation and without the first range (tracing)."""
-        return _rate(self._ranges[1:]) or _rate(self._ranges)
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch, self._epoch_ranges = epoch, []
 
     def resumed_at(self, step: int) -> None:
         """Remove the lines that the resumed run repeats. Call it before the first step."""
-        self.first_step = self.step = step
-        self._directory.drop_metrics_after(step)
+        super().resumed_at(step)
         self._display.begin(step=step, examples=self._plan.examples_before(step))
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        step = self._plan.step_starts[self._epoch] + batch
-        if self.first_step is None:
-            self.resumed_at(step)
-        self._range_start = (self._plan.examples_before(step), self._clock())
-
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.step = self._plan.step_starts[self._epoch] + batch + 1
-        examples, (before, start) = self._plan.examples_before(self.step), self._range_start
-        done = (examples - before, self._clock() - start)
-        self._ranges.append(done)
-        self._epoch_ranges.append(done)
-        self._display.update(step=self.step, examples=examples, logs=logs)
+        super().on_train_batch_end(batch, logs)
+        self._show(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        examples = self._plan.examples_before(self.step)
-        self._display.update(step=self.step, examples=examples, logs=logs)
+        self._show(logs)
         if self.step != self._plan.step_starts[epoch + 1]:
             logger.info("stopped at step %d, inside virtual epoch %d", self.step, epoch + 1)
             return
-        logs = dict(logs or {})
-        if not self._ranges:  # only validation was left, and its line may exist already
-            self._directory.drop_metrics_after(self.step - 1)
-        rate, workers = _rate(self._epoch_ranges), _worker_steps()
-        self._directory.append_metrics(
-            {
-                "step": self.step,
-                "examples": examples,
-                "virtual_epoch": epoch + 1,
-                **logs,
-                "examples_per_second": rate,
-                **({"worker_steps": workers} if workers else {}),
-            }
-        )
-        scalars = {n: v for n, v in logs.items() if isinstance(v, (int, float))}
-        self._scalars.write(self.step, scalars | ({"examples_per_second": rate} if rate else {}))
+        super().on_epoch_end(epoch, logs)
+        scalars = {n: v for n, v in (logs or {}).items() if isinstance(v, (int, float))}
+        if rate := self.examples_per_second_of_epoch:
+            scalars["examples_per_second"] = rate
+        self._scalars.write(self.step, scalars)
 
     def on_train_end(self, logs: Any = None) -> None:
         self.close()
@@ -407,7 +357,6 @@ class RunReporter(keras.callbacks.Callback):
         self._display.end()
         self._scalars.close()
 
-
-def _rate(ranges: list[tuple[int, float]]) -> float | None:
-    seconds = sum(elapsed for _, elapsed in ranges)
-    return sum(examples for examples, _ in ranges) / seconds if seconds > 0 else None
+    def _show(self, logs: Any) -> None:
+        examples = self._plan.examples_before(self.step)
+        self._display.update(step=self.step, examples=examples, logs=logs)

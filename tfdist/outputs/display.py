@@ -227,7 +227,6 @@ def tag(name: str) -> str:
 # Plot of a run: loss and metrics over steps, training and validation.
 
 
-_NOT_METRICS = COUNTERS | {"learning_rate"}
 _TRAINING, _VALIDATION = "#1f5fa8", "#d1661a"
 
 
@@ -277,7 +276,7 @@ def _panels(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     names = [
         name
         for name, value in lines[-1].items()
-        if name not in _NOT_METRICS
+        if name not in COUNTERS
         and not name.startswith("val_")
         and isinstance(value, (int, float, type(None)))
     ]

@@ -12,7 +12,7 @@ import enum
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,12 @@ from tfdist.errors import TfdistError, UsageError, named, require
 from tfdist.files import is_held, move_aside, one_line_errors, open_untrusted, write_text
 
 DONE = "done"
-COUNTERS = frozenset({"step", "examples", "virtual_epoch", "examples_per_second", "worker_steps"})
+COUNTERS = frozenset(
+    {
+        *("step", "examples", "virtual_epoch", "examples_per_second", "worker_steps"),
+        *("learning_rate", "fit"),
+    }
+)
 """Fields of a line of `metrics.jsonl` that are not metrics."""
 _REMOVED_FIELDS = ("ledger", "profile_steps")
 """Fields that an earlier version wrote to configurations."""
@@ -133,18 +138,16 @@ class RunDirectory:
         with self._one_line_errors():
             return _read_lines(self.metrics_file)
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Remove the lines after `step`, which a run resumed at `step` repeats."""
-        self._keep_metrics(lambda line: line["step"] <= step)
+    def write_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Replace all lines of `metrics.jsonl`."""
+        with self._one_line_errors():
+            _write_lines(self.metrics_file, lines)
 
     def drop_metrics_from(self, virtual_epoch: int) -> None:
         """Remove the lines from `virtual_epoch` on, which a resumed run repeats."""
-        self._keep_metrics(lambda line: line["virtual_epoch"] < virtual_epoch)
-
-    def _keep_metrics(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
-        with self._one_line_errors():
-            if self.metrics_file.exists():
-                _write_lines(self.metrics_file, filter(is_kept, _read_lines(self.metrics_file)))
+        if self.metrics_file.exists():
+            lines = self.read_metrics()
+            self.write_metrics(line for line in lines if line["virtual_epoch"] < virtual_epoch)
 
     def _move_aside(self) -> None:
         """Move all files of the earlier run, but not the files that the launcher just wrote."""

@@ -211,7 +211,10 @@ def _curves(run: Run) -> str:
         for failure in attempt.failures
         if failure.get("step") is not None
     ]
-    whole = [Series(name="whole job", points=run.points("examples_per_second"))]
+
+    def whole(name: str) -> str:
+        series = [Series(name="whole job", points=run.points(name))]
+        return chart(words(name), series, x_label="step", marks=marks)
 
     def memory(one: TaskHistory) -> list[tuple[float, float]]:
         return [(i * one.width_s, m / 2**20) for i, m in enumerate(one.memory_bytes) if m]
@@ -220,7 +223,8 @@ def _curves(run: Run) -> str:
     return cards(metrics[:_FIRST_CHARTS], "large") + cards(
         [
             *metrics[_FIRST_CHARTS:],
-            chart("Examples per second", whole, x_label="step", marks=marks),
+            whole("learning_rate"),
+            whole("examples_per_second"),
             _chart_by_task(run, "Steps per second, by task", TaskHistory.rates),
             _chart_by_task(run, "Memory in MiB, by task", memory),
         ]

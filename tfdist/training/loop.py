@@ -34,6 +34,7 @@ from tfdist.training.callbacks import (
     wants_every_batch,
     wants_logs,
 )
+from tfdist.training.metrics_file import metrics_file
 from tfdist.training.program import RunObserver
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
 from tfdist.training.trackers import Tracker
@@ -96,8 +97,12 @@ class TrainLoop:
         self._requests = requests
         self._saved_step = None if plan.saved is None else plan.saved.step
         self._warned = not self._job.is_chief
+        given = keras.tree.flatten(plan.callbacks or [])
         self._callbacks = callback_list(
-            plan.callbacks,
+            [
+                *given,
+                *metrics_file(given, self._epochs, job=self._job, initial_epoch=plan.initial_epoch),
+            ],
             job=self._job,
             model=self._model,
             verbose=plan.verbose,

@@ -201,6 +201,8 @@ class _MetricLines(keras.callbacks.Callback):
     It raises an error if the loss is not finite or if `objective` is missing from the metrics.
     """
 
+    writes_metrics = True
+
     def __init__(
         self,
         directory: RunDirectory,

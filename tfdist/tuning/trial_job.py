@@ -146,8 +146,6 @@ def read_assignment(environ: Mapping[str, str]) -> Assignment | None:
 
 # Outcome of a trial, read from the files of its job.
 
-_NOT_METRICS = COUNTERS | {"learning_rate"}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completed:
@@ -264,7 +262,7 @@ def failure_of(
 
 def _scored(goal: Goal, metrics: Sequence[Mapping[str, Any]]) -> Completed | Failed:
     if metrics and not any(goal.objective in line for line in metrics):
-        there = ", ".join(sorted(set(metrics[-1]) - _NOT_METRICS))
+        there = ", ".join(sorted(set(metrics[-1]) - COUNTERS))
         return Failed(reason=f"it does not report {goal.objective}; it reports {there}")
     history = tuple(_finite(line) for line in metrics)
     scores = [(line[goal.objective], line) for line in history if goal.objective in line]
@@ -275,7 +273,7 @@ def _scored(goal: Goal, metrics: Sequence[Mapping[str, Any]]) -> Completed | Fai
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, float]:
-    names = [name for name in line if name not in _NOT_METRICS]
+    names = [name for name in line if name not in COUNTERS]
     return {
         name: line[name]
         for name in ("virtual_epoch", *names)

@@ -1,0 +1,185 @@
+"""Lines of `metrics.jsonl`, which every `fit` with a run directory writes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from tfdist.errors import TfdistError
+from tfdist.outputs.run_directory import RunDirectory
+from tfdist.strategy import Job, current_job
+from tfdist.training.epochs import EpochPlan
+from tfdist.training.trackers import warn
+
+_fits = itertools.count(1)
+_of_later_fits: list[Mapping[str, Any]] = []
+"""Lines of an earlier attempt, kept for the fits of this program that may resume them."""
+
+
+class MetricsFile(keras.callbacks.Callback):
+    """Callback that appends a line to `metrics.jsonl` at the end of each epoch.
+
+    A resumed run first removes the lines that it repeats. A later `fit` of the program continues
+    the steps, examples and epochs of the file, and its lines have its number as ``fit``.
+
+    Args:
+      directory: run directory.
+      plan: epochs of the run.
+      fit: number of the `fit` in its program (default: 1).
+      initial_epoch: same as in `fit` (default: 0).
+
+    Attributes:
+      first_step: first step of this process, None before it is known.
+      step: number of steps done in the run.
+    """
+
+    once_a_range = chief_only = writes_metrics = True
+    is_required = False
+    """Whether an error of the file ends the training. Otherwise it is a warning."""
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        plan: EpochPlan,
+        *,
+        fit: int = 1,
+        initial_epoch: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__()
+        self._directory = directory
+        self._plan = plan
+        self._fit = fit
+        self._initial_epoch = initial_epoch
+        self._clock = clock
+        self._is_broken = False
+        self._before: Mapping[str, int] = {}
+        self._epoch = 0
+        self._ranges: list[tuple[int, float]] = []
+        self._epoch_ranges: list[tuple[int, float]] = []
+        self._range_start = (0, 0.0)
+        self.first_step: int | None = None
+        self.step = 0
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """Training throughput, without validation and without the first range (tracing)."""
+        return _rate(self._ranges[1:]) or _rate(self._ranges)
+
+    @property
+    def examples_per_second_of_epoch(self) -> float | None:
+        """Training throughput of the current epoch, without validation."""
+        return _rate(self._epoch_ranges)
+
+    def resumed_at(self, step: int) -> None:
+        """Remove the lines that the resumed run repeats. Call it before the first step."""
+        self.first_step = self.step = step
+        self._change(lambda: self._keep_until(step))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._epoch, self._epoch_ranges = epoch, []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        step = self._plan.step_starts[self._epoch] + batch
+        if self.first_step is None:
+            self.resumed_at(step)
+        self._range_start = (self._plan.examples_before(step), self._clock())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.step = self._plan.step_starts[self._epoch] + batch + 1
+        before, start = self._range_start
+        done = (self._plan.examples_before(self.step) - before, self._clock() - start)
+        self._ranges.append(done)
+        self._epoch_ranges.append(done)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._change(lambda: self._append(epoch, logs or {}))
+
+    def _append(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        if not self._ranges:  # only validation was left, and its line may exist already
+            self._keep_until(self.step - 1)
+        self._directory.path.mkdir(parents=True, exist_ok=True)  # another host than the launcher's
+        workers = worker_steps()
+        line: dict[str, Any] = {
+            "step": self.step,
+            "examples": self._plan.examples_before(self.step),
+            "virtual_epoch": epoch + 1,
+        }
+        self._directory.append_metrics(
+            {
+                **{name: value + self._before.get(name, 0) for name, value in line.items()},
+                **logs,
+                **self._learning_rate(),
+                "examples_per_second": self.examples_per_second_of_epoch,
+                **({"worker_steps": workers} if workers else {}),
+                **({"fit": self._fit} if self._fit > 1 else {}),
+            }
+        )
+
+    def _keep_until(self, step: int) -> None:
+        """Keep the lines of earlier fits, and the lines of this `fit` up to its step `step`."""
+        lines = [*self._directory.read_metrics(), *_of_later_fits]
+        kept = [line for line in lines if line.get("fit", 1) < self._fit]
+        if kept:
+            first = self._plan.step_starts[min(self._initial_epoch, self._plan.num_epochs)]
+            self._before = {
+                "step": kept[-1]["step"] - first,
+                "examples": kept[-1]["examples"] - self._plan.examples_before(first),
+                "virtual_epoch": kept[-1]["virtual_epoch"] - self._initial_epoch,
+            }
+        last = step + self._before.get("step", 0)
+        kept += [ln for ln in lines if ln.get("fit", 1) == self._fit and ln["step"] <= last]
+        _of_later_fits[:] = [line for line in lines if line.get("fit", 1) > self._fit]
+        if kept or self._directory.metrics_file.exists():  # the last line may be truncated
+            self._directory.write_metrics(kept)
+
+    def _learning_rate(self) -> dict[str, float]:
+        optimizer = getattr(self.model, "optimizer", None)
+        if optimizer is None or not optimizer.built:
+            return {}
+        return {"learning_rate": float(keras.ops.convert_to_numpy(optimizer.learning_rate))}
+
+    def _change(self, change: Callable[[], None]) -> None:
+        if self._is_broken:
+            return
+        try:
+            change()
+        except (TfdistError, OSError, LookupError, TypeError) as error:
+            if self.is_required:
+                raise
+            self._is_broken = True
+            warn(f"{self._directory.metrics_file}: not written", error)
+
+
+def metrics_file(
+    callbacks: Sequence[Any], plan: EpochPlan, *, job: Job, initial_epoch: int
+) -> list[MetricsFile]:
+    """Return the callback that writes `metrics.jsonl`, if the launcher has named a directory.
+
+    The result is empty if one of the `callbacks` writes the file.
+    """
+    run_dir = job.config.options.run_dir if job.config else None
+    if run_dir is None or any(getattr(c, "writes_metrics", False) for c in callbacks):
+        return []
+    directory = RunDirectory(run_dir)
+    return [MetricsFile(directory, plan, fit=next(_fits), initial_epoch=initial_epoch)]
+
+
+def worker_steps() -> dict[str, int]:
+    """Return the steps of each worker since this process started, {} unless it is a ps job."""
+    job = current_job()
+    if job is None or job.kind != "ps":
+        return {}
+    from tfdist.ps.workers import worker_pool_of
+
+    shares = worker_pool_of(job.strategy).shares
+    return {f"worker-{index}": share.steps for index, share in shares.items()}
+
+
+def _rate(ranges: list[tuple[int, float]]) -> float | None:
+    seconds = sum(elapsed for _, elapsed in ranges)
+    return sum(examples for examples, _ in ranges) / seconds if seconds > 0 else None
