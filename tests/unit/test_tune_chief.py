@@ -94,7 +94,7 @@ def test_a_sweep_of_which_no_trial_was_completed_has_failed(tmp_path):
     world.fate_of = lambda run: FAILED
     chief = world.begin()
     assert chief.run() == 1
-    assert chief.state.finished == "all trials have failed"
+    assert chief.state.finished == "all trials failed"
     assert chief.state.is_complete, "there is nothing to go on with"
 
 
@@ -103,7 +103,7 @@ def test_too_many_failed_trials_end_the_sweep_with_the_reason(tmp_path):
     world.fates = {name: [FAILED] for name in "012"}
     chief = world.begin()
     assert chief.run() == 1
-    assert chief.state.finished == "2 failed trials (--max_failed_trials)"
+    assert chief.state.finished == "stopped after 2 failed trials (--max_failed_trials)"
     assert not chief.state.is_complete
     more = World(tmp_path, options={"max_failed_trials": 4})
     more.fates = world.fates
