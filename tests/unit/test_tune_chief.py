@@ -74,7 +74,7 @@ def test_a_failed_trial_is_written_down_and_the_sweep_goes_on(tmp_path):
 
     def flags(trial: Trial) -> tuple[str, ...]:
         if trial.id == "2":
-            raise UsageError("config.dropout", received=2, expected="less than 1", fix="lower it")
+            raise UsageError("config.dropout", "2 is too large", fix="lower it")
         return flags_of(trial)
 
     failed = Failed(reason="worker-0: ValueError: too wide", last_lines=("Traceback", "ValueError"))
@@ -84,7 +84,7 @@ def test_a_failed_trial_is_written_down_and_the_sweep_goes_on(tmp_path):
     trials = world.run().state.trials
     assert (trials["1"].status, trials["1"].reason) == ("failed", failed.reason)
     assert trials["1"].last_lines == failed.last_lines
-    assert "config.dropout: received 2" in trials["2"].reason
+    assert "config.dropout: 2 is too large" in trials["2"].reason
     assert world.started == ["0", "1", "3"]
     assert [trial.status for trial in trials.values()].count("completed") == 2
 

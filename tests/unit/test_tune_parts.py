@@ -359,7 +359,7 @@ class ImpossibleSweep(Sweep):
 
     def describe(self) -> Any:
         self.said.append("described")
-        raise UsageError("space", received="nothing", expected="one", fix="name one", code="none")
+        raise UsageError("space", "it is empty", fix="add a value", code="none")
 
     def search(self, begun: Any) -> Any:
         raise NotImplementedError
