@@ -247,7 +247,7 @@ class Service:
 
     def ready(self) -> list[int]:
         """Return the pids of the replicas that have been ready and live, the oldest first."""
-        pids = dict(re.findall(r"replica (\d+) loads version \d+ \(pid (\d+)\)", self.said()))
+        pids = dict(re.findall(r"replica (\d+) is loading version \d+ \(pid (\d+)\)", self.said()))
         ready = [int(pids[id]) for id in re.findall(r"replica (\d+) is ready", self.said())]
         return [pid for pid in ready if psutil.pid_exists(pid)]
 
@@ -267,7 +267,7 @@ def service(
     """Run a service until the block ends, on a core or on all."""
     running = Service(served, "--replicas", f"{replicas}", *flags, core=core)
     try:
-        running.wait_for(r"version \d+ is served")
+        running.wait_for(r"serving version \d+")
         time.sleep(0.5)  # the front has been told
         yield running
     finally:
@@ -416,11 +416,11 @@ def _disturb(running: Service, folder: Path, args: argparse.Namespace) -> None:
         _fault(running, signal.SIGSTOP)
     for number in range(args.versions):
         export(folder)
-        running.wait_for(f"version {number + 2} is served")
+        running.wait_for(f"serving version {number + 2}")
     for number in range(args.fronts):
         time.sleep(1.0)
         running.front().kill()
-        running.wait_for("front: was killed", number + 1)
+        running.wait_for("front: killed", number + 1)
     time.sleep(2.0)
 
 

@@ -1,4 +1,4 @@
-"""``python -m tfdist.export SOURCE DIRECTORY``: a trained model as a version that can be served.
+"""``python -m tfdist.export SOURCE DIRECTORY``: export a trained model for model servers.
 
 SOURCE is a ``.keras`` file, the run directory of a ``tfdist.train``, or a directory of checkpoints
 with ``--model file.py:function``. The version is checked before it is published.
@@ -31,15 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="python -m tfdist.export", description=__doc__.partition("\n\n")[0])
     parser.add_argument("source", type=Path, help="a .keras file, a run directory, or checkpoints")
-    parser.add_argument("directory", type=Path, help="the model is put in DIRECTORY/NAME/VERSION")
-    parser.add_argument("--name", help="of the model; default its own")
-    parser.add_argument("--version", type=int, help="default one above the newest that is there")
-    parser.add_argument("--step", type=int, help="of the checkpoint; default the newest")
-    parser.add_argument("--best", action="store_true", help="the checkpoint that was marked best")
+    parser.add_argument("directory", type=Path, help="write DIRECTORY/NAME/VERSION")
+    parser.add_argument("--name", help="name in the server's URLs (default: the model's name)")
+    parser.add_argument("--version", type=int, help="default: newest version plus one")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: newest)")
+    parser.add_argument("--best", action="store_true", help="export the best checkpoint")
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help="makes the checkpoints' model")
     parser.add_argument("--samples", type=Path, metavar="FILE.npy", help="examples for the check")
-    parser.add_argument("--follow", action="store_true", help="each new one too, until SIGTERM")
-    parser.add_argument("--until_eof", action="store_true", help="or the end of standard input")
+    parser.add_argument("--follow", action="store_true", help="export newer models until SIGTERM")
+    parser.add_argument("--until_eof", action="store_true", help="stop --follow when stdin ends")
     return parser
 
 
@@ -100,7 +100,7 @@ def _follow(options: Any) -> None:
         threading.Thread(target=_set_at_eof, args=(stop,), daemon=True).start()
     there = _published(options)
     if not options.source.exists():
-        _LOG.warning("%s is not there yet: waiting for it", options.source)
+        _LOG.warning("%s does not exist yet; waiting for it", options.source)
 
     def newest() -> str | None:
         found = newest_in(options.source, best=options.best)
@@ -147,7 +147,7 @@ def _publish_each(
         except TfdistError as error:
             if last is None:
                 raise
-            before, said = said, f"{found or 'the newest'} is not published: {error}"
+            before, said = said, f"{found or 'newest model'}: not published: {error}"
             if said != before:  # log a repeated failure only once
                 _LOG.error("%s", said)
         last = found or last

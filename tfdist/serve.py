@@ -42,26 +42,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="python -m tfdist.serve", description=__doc__.partition("\n\n")[0])
     add = parser.add_argument
-    add("directory", type=Path, metavar="DIR", help="has VERSION or NAME/VERSION directories")
-    add("--name", help="of the model; default the directory's name, or all models in it")
-    add("--replicas", type=int, default=1, help="processes for each model; default 1")
-    add("--spares", type=int, default=1, help="processes that wait to be replicas; default 1")
-    add("--on", choices=["local", "ray"], default="local", help="ray: replicas over its nodes")
-    add("--host", default="127.0.0.1", help="address to listen at; default loopback alone")
-    add("--insecure", action="store_true", help="let everyone who reaches --host send requests")
-    add("--rest_port", type=int, default=8501, help="0 for any that is free")
-    add("--grpc_port", type=int, default=8500, help="0 for any that is free")
-    add("--max_batch", type=int, default=32, help="examples in a batch; default 32")
-    add("--max_queue", type=int, default=1000, help="requests that may wait; default 1000")
-    add("--max_queue_mib", type=int, default=512, help="memory of all requests; default 512")
-    add("--max_body_mib", type=int, default=64, help="size of a request; default 64")
-    add("--timeout_s", type=float, default=30.0, help="longest wait for an answer; default 30")
-    add("--hang_s", type=float, help="a silent replica is replaced; default half of timeout_s")
-    add("--drain_s", type=float, default=30.0, help="for requests after SIGTERM; default 30")
-    add("--no_pin", action="store_true", help="let replicas share all cores")
-    add("--token", type=Path, metavar="FILE", help="clients must send the secret in this file")
-    add("--tls_cert", type=Path, metavar="FILE.pem", help="certificate, for TLS")
-    add("--tls_key", type=Path, metavar="FILE.pem", help="its private key")
+    add("directory", type=Path, metavar="DIR", help="VERSION or NAME/VERSION directories")
+    add("--name", help="model name (default: the directory's name, or all models in it)")
+    add("--replicas", type=int, default=1, help="processes per model (default: 1)")
+    add("--spares", type=int, default=1, help="idle processes for new replicas (default: 1)")
+    add("--on", choices=["local", "ray"], default="local", help="ray: use the nodes of Ray")
+    add("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1)")
+    add("--insecure", action="store_true", help="accept requests from other machines with no token")
+    add("--rest_port", type=int, default=8501, help="0 for any free port (default: 8501)")
+    add("--grpc_port", type=int, default=8500, help="0 for any free port (default: 8500)")
+    add("--max_batch", type=int, default=32, help="examples per batch (default: 32)")
+    add("--max_queue", type=int, default=1000, help="waiting requests (default: 1000)")
+    add("--max_queue_mib", type=int, default=512, help="memory of all requests (default: 512)")
+    add("--max_body_mib", type=int, default=64, help="size of a request (default: 64)")
+    add("--timeout_s", type=float, default=30.0, help="longest wait for an answer (default: 30)")
+    add("--hang_s", type=float, help="replace a replica silent so long (default: timeout_s / 2)")
+    add("--drain_s", type=float, default=30.0, help="finish requests after SIGTERM (default: 30)")
+    add("--no_pin", action="store_true", help="do not pin replicas to CPU cores")
+    add("--token", type=Path, metavar="FILE", help="secret that clients must send")
+    add("--tls_cert", type=Path, metavar="FILE.pem", help="TLS certificate")
+    add("--tls_key", type=Path, metavar="FILE.pem", help="private key of the certificate")
     return parser
 
 
@@ -86,8 +86,7 @@ def _check(options: Any) -> None:
         require(
             getattr(options, flag) <= most,
             f"--{flag}",
-            received=getattr(options, flag),
-            expected=f"at most {most}",
+            f"{getattr(options, flag)} is too large (maximum: {most})",
             fix="pass a smaller number",
             code="too-large",
         )
@@ -95,9 +94,8 @@ def _check(options: Any) -> None:
     require(
         is_loopback(options.host) or options.token or options.insecure,
         "--host",
-        received=f"{options.host!r}, at which others can reach the service, without a token",
-        expected="--token FILE or a loopback address",
-        fix="pass --token FILE, or --insecure if everyone may send requests",
+        f"other machines can send requests to {options.host!r} without a token",
+        fix="pass --token FILE, or --insecure if every machine may send requests",
         code="no-token",
     )
     if options.hang_s is None:  # leaves the same time for a retry on another replica
@@ -113,9 +111,8 @@ def _check_files(options: Any) -> None:
     require(
         bool(options.tls_cert) == bool(options.tls_key),
         "--tls_cert",
-        received="one of --tls_cert and --tls_key",
-        expected="both or none",
-        fix="name both files",
+        "TLS needs both --tls_cert and --tls_key",
+        fix="pass both files",
         code="half-tls",
     )
     for flag in ("token", "tls_cert", "tls_key"):
@@ -151,17 +148,15 @@ def _serve_on_ray(options: Any) -> None:
         require(
             not getattr(options, flag),
             f"--{flag}",
-            received="it with --on ray",
-            expected="it without",
-            fix="have Ray's proxies or what is before them do it",
+            "--on ray does not support this flag",
+            fix="leave it out, and set up tokens and TLS in a proxy in front of Ray Serve",
             code="not-on-ray",
         )
     require(
         0 <= options.rest_port < 65536,  # Ray's proxies would fail without a message
         "--rest_port",
-        received=options.rest_port,
-        expected="a port from 0 to 65535",
-        fix="give another one",
+        f"{options.rest_port} is out of range (0 to 65535)",
+        fix="choose a free port below 65536",
         code="port-taken",
     )
     try:
@@ -169,9 +164,8 @@ def _serve_on_ray(options: Any) -> None:
     except ImportError as error:
         raise UsageError(
             "--on ray",
-            received=f"an environment without Ray Serve ({error})",
-            expected="it on each node",
-            fix="pip install 'tfdist[ray,serving]'",
+            f"Ray Serve cannot be imported ({error})",
+            fix="run pip install 'tfdist[ray,serving]' on each node",
             code="no-ray",
         ) from error
     run(_settings(options))

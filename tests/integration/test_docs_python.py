@@ -121,7 +121,7 @@ server = subprocess.Popen(
 for line in server.stdout:
     if found := re.search(r"REST http://([^/]+)/\\S+ gRPC (\\S+)", line):
         rest, grpc_address = found.groups()
-    if "is served" in line:
+    if "serving version" in line:
         break
 grpc.channel_ready_future(grpc.insecure_channel(grpc_address)).result(60)
 """

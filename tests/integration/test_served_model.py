@@ -155,9 +155,9 @@ def filtered(name: str) -> predict_pb2.PredictRequest:
         (grpc_request(features=X[:, :2]), "shape [5,2] does not match signature: [?,3]"),
         (grpc_request("none", features=X), '"none" not found in signature def'),
         (filtered("none"), "output tensor alias not found in signature: none"),
-        (small_request_of(2**24), "more than a request can hold"),
-        (small_request_of(10**12), "more than a request can hold"),
-        (small_request_of(-1), "is not known in full"),
+        (small_request_of(2**24), "exceeds the size limit of a request"),
+        (small_request_of(10**12), "exceeds the size limit of a request"),
+        (small_request_of(-1), "has an unknown dimension"),
     ],
 )
 def test_grpc_requests_are_checked(served, request_, text):

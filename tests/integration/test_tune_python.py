@@ -448,7 +448,7 @@ def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(t
 
 
 def test_a_loss_that_is_not_finite_fails_the_trial_whatever_the_objective(trials):
-    with pytest.raises(TfdistError, match="the loss became nan in epoch 1"):
+    with pytest.raises(TfdistError, match="the loss is nan in epoch 1"):
         trials.run(trials.tuner(), data=(X * np.nan, Y), epochs=3)
 
 
@@ -621,7 +621,7 @@ def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(tmp_path, m
     book.add("asked", status="RUNNING", trial="0", values=values, run="0", until=None)
     history = [{"virtual_epoch": 1, "val_accuracy": 0.5}]
     book.add("ended", trial="0", status="COMPLETED", history=history, reason="")
-    book.add("finished", reason="all trials have ended", is_complete=True)
+    book.add("finished", reason="all trials finished", is_complete=True)
     for name, value in assigned(tmp_path / "second", units=2).encode().items():
         monkeypatch.setenv(name, value)
     tuner = make_tuner(tmp_path)

@@ -232,7 +232,7 @@ def test_a_second_signal_kills_on_all(job):
     running = job(source, "--grace_s", "100")
     running.ready(2)
     running.signal(signal.SIGTERM)
-    running.read_until("SIGTERM: ending 2 tasks")
+    running.read_until("SIGTERM: stopping 2 tasks")
     time.sleep(2 * SAME_REQUEST_S)
     running.signal(signal.SIGTERM)
     assert running.end() == 143
@@ -244,7 +244,7 @@ HOLDS = "import ctypes; [ctypes.PyDLL(None).sleep(600) for _ in range(9)]"  # wi
 
 
 @pytest.mark.parametrize(
-    ("what", "cause"), [(STOPS, "SIGSTOP"), (HOLDS, "does not answer")], ids=["stopped", "silent"]
+    ("what", "cause"), [(STOPS, "SIGSTOP"), (HOLDS, "no heartbeat")], ids=["stopped", "silent"]
 )
 def test_a_task_that_hangs_on_another_host_is_found(job, what, cause):
     source = INDEX + f"import signal, time\ntime.sleep(5)\nif index: {what}\nelse: {PAUSE}"
@@ -265,7 +265,7 @@ def test_a_task_that_hangs_on_another_host_is_found(job, what, cause):
 @pytest.mark.parametrize(
     ("signum", "why"),
     [
-        (signal.SIGKILL, "its agent or remote shell was ended by signal 9"),
+        (signal.SIGKILL, "the agent or its remote shell was killed by signal 9"),
         (signal.SIGSTOP, "no message for 8 s"),
     ],
     ids=["killed", "silent"],
@@ -276,10 +276,10 @@ def test_a_host_whose_agent_is_lost_is_a_failure_that_names_it(job, signum, why)
     began_s = time.monotonic()
     agent = agent_of(running)
     os.kill(agent, signum)
-    running.read_until("is gone")
+    running.read_until("lost host")
     assert time.monotonic() - began_s < 10  # long before its task would be missed
     assert running.end() == EXIT_PEER_MISSING
-    assert f"worker-1 on 127.0.0.2 failed first: host 127.0.0.2 is gone: {why}" in running.text
+    assert f"worker-1 on 127.0.0.2 failed first: lost host 127.0.0.2: {why}" in running.text
     assert report("run")["attempts"][0]["first_failure"]["host"] == HOSTS[1]
     running.assert_gone()
 
@@ -358,7 +358,7 @@ def test_without_a_host_that_does_not_come_back_the_others_go_on_where_that_was_
     running.ready(2)
     os.kill(agent_of(running), signal.SIGKILL)
     assert running.end() == 0
-    assert "going on without 127.0.0.2 (rank 1), with 1 worker" in running.text
+    assert "continuing without 127.0.0.2 (rank 1), with 1 worker" in running.text
     assert "attempt 2 0" in running.text
     assert [task["task"] for task in report("run")["attempts"][1]["tasks"]] == ["worker-0"]
 
@@ -369,7 +369,7 @@ def test_a_host_that_does_not_come_back_ends_the_job(job, shell):
     running.ready(2)
     os.kill(agent_of(running), signal.SIGKILL)
     assert running.end() == EXIT_PEER_MISSING
-    assert "not started again: 1 of 2 hosts are there: waited 3 s for 127.0.0.2" in running.text
+    assert "not restarting: 1 of 2 hosts connected within 3 s, without 127.0.0.2" in running.text
     assert f"(127.0.0.2: {UNREACHABLE})" in running.text
 
 
@@ -380,7 +380,7 @@ def lines(job):
 @pytest.mark.parametrize(
     ("does", "code", "said"),
     [
-        ("sleep 60", EXIT_PEER_MISSING, r"1 of 2 hosts are there: waited 2 s for 127.0.0.2"),
+        ("sleep 60", EXIT_PEER_MISSING, r"1 of 2 hosts connected within 2 s, without 127.0.0.2"),
         (f"echo '{UNREACHABLE}'; exit 255", EXIT_PEER_MISSING, rf"1 of 2 .*: {UNREACHABLE}\)"),
         ("echo Host key verification failed.; exit 255", EXIT_USAGE, r"127.0.0.2: .*known_hosts"),
         ("echo 'a@b: Permission denied (publickey,password).'; exit 255", EXIT_USAGE,
@@ -402,7 +402,10 @@ def test_a_host_on_which_no_agent_starts_is_one_line(job, shell, does, code, sai
 @pytest.mark.parametrize(
     ("does", "said"),
     [
-        ("KERAS_BACKEND=jax", "127.0.0.2: received KERAS_BACKEND jax there, nothing here"),
+        (
+            "KERAS_BACKEND=jax",
+            "host: KERAS_BACKEND jax there, not set here",
+        ),
         ("PYTHONPATH={site}", f"keras 9.9.9 there, {version('keras')} here"),
     ],
     ids=["variable", "version"],
@@ -435,12 +438,12 @@ def test_a_directory_that_another_host_does_not_have_is_one_line(job, shell, tmp
     running = job(PAUSE, rsh=rsh, directory=tmp_path / "work")
     assert running.end() == EXIT_USAGE
     (line,) = lines(running)
-    assert line.startswith(f"127.0.0.2: received working directory: received {tmp_path}/work")
+    assert line.startswith(f"127.0.0.2: working directory: this host cannot enter {tmp_path}/work")
 
 
 def test_ctrl_c_while_waiting_for_an_agent(job, shell):
     running = job(PAUSE, "--startup_timeout_s", "50", rsh=shell(first="exec sleep 60"))
-    running.read_until(r"waiting for 127\.0\.0\.2 \(rank 1\), for 50 s in all")
+    running.read_until(r"waiting for 127\.0\.0\.2 \(rank 1\) \(timeout: 50 s\)")
     running.signal(signal.SIGINT)
     assert running.end() == 130
 

@@ -75,7 +75,7 @@ def test_where_the_kernel_refuses_it_one_line_says_why(tmp_path, limit):
     )
     assert done.returncode == EXIT_USAGE, done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("--isolate: received a kernel that refuses it (No space left")
+    assert line.startswith("--isolate: the kernel refused to create a network namespace (No ")
     assert limit in line
     assert not (tmp_path / "run").exists()
 

@@ -131,7 +131,7 @@ def test_a_programs_traceback_is_pythons_own_and_comes_once(launch, tmp_path):
 MISTAKE = """
 import importlib  # by a statement it would be forked from a process with TensorFlow
 UsageError = importlib.import_module("tfdist.errors").UsageError
-raise UsageError("--lr", received="-1", expected="more", fix="write more")
+raise UsageError("--lr", "-1 is too small", fix="write more")
 """
 
 
@@ -141,7 +141,7 @@ raise UsageError("--lr", received="-1", expected="more", fix="write more")
     [
         ("import sys; sys.exit('no data')", 1, "no data (exit code 1)"),
         ("import os; os.kill(os.getpid(), 9)", 137, "killed by SIGKILL, not by the launcher"),
-        (MISTAKE, 2, "--lr: received -1; expected more. Fix: write more (exit code 2)"),
+        (MISTAKE, 2, "--lr: -1 is too small. Fix: write more (exit code 2)"),
     ],
 )
 def test_an_exit_code_is_passed_on(launch, command, source, code, cause):
@@ -392,7 +392,7 @@ def test_a_guardian_that_is_killed_is_replaced_and_the_job_goes_on(launch):
     job.ready(5)
     (guardian,) = (pid for pid, line in children(job.process.pid).items() if "guardian" in line)
     os.kill(guardian, signal.SIGKILL)
-    job.read_until("guardian process was killed; another one has been started")
+    job.read_until("guardian: killed; started a new guardian")
     assert not select.select(list(job.pidfds.values()), [], [], 0)[0]
     job.signal(signal.SIGKILL)
     job.assert_gone()
@@ -448,7 +448,7 @@ def test_who_asks_every_process_of_a_job_to_stop_lets_its_tasks_save(launch):
     assert job.end() == 143
     for index in (0, 1):
         assert "saved\n" in Path(f"run/logs/attempt-1/worker-{index}.log").read_text()
-    assert "guardian process was killed" not in job.text
+    assert "guardian: killed" not in job.text
     job.assert_gone()
 
 
@@ -456,7 +456,7 @@ def test_a_fork_server_that_cannot_import_fails_the_job(launch):
     command = [word.replace("'json'", "'no_such_module'") for word in FORK]
     job = launch(PAUSE, "--run_dir=run", command=command)
     assert job.end() != 0
-    assert "the fork server has ended" in job.text
+    assert "the fork server exited" in job.text
     assert (
         "No module named 'no_such_module'" in Path("run/logs/attempt-1/fork-server.log").read_text()
     )
@@ -517,7 +517,7 @@ def test_a_second_task_that_trains_alone_is_stopped_before_it_writes(launch, how
     assert len(list(Path().glob("written-*"))) == 1
     failure = report("run")["attempts"][0]["first_failure"]
     assert re.search(r"program.py:\d+: ", failure["cause"])
-    assert "received a model of its own in worker-" in failure["cause"]
+    assert "train separate models, as no task called tfdist.make_strategy()" in failure["cause"]
     assert "Fix: add the line strategy = tfdist.make_strategy()" in job.text
     assert "with strategy.scope()" in job.text
     assert "Traceback" not in job.text
@@ -548,7 +548,7 @@ def test_a_reader_that_leaves_ends_the_job(launch):
     os.close(job.fd)
     assert job.process.wait(DEADLINE_S) == 141
     said = job.process.stderr.read().decode()
-    assert "its output is closed" in said
+    assert "the launcher's output was closed: stopping" in said
     assert "Traceback" not in said
     job.process.stderr.close()
 
@@ -588,8 +588,8 @@ def test_a_job_goes_on_whose_standard_files_are_closed_or_full(launch, files):
 @pytest.mark.parametrize(
     ("around", "flags", "code", "said"),
     [
-        ('mkdir gone && cd gone && rmdir ../gone && exec "$@"', [], 2, "working directory: receiv"),
-        ('exec "$@"', ["--run_dir=file/run"], 2, "--run_dir: received"),
+        ('mkdir gone && cd gone && rmdir ../gone && exec "$@"', [], 2, "working directory: the l"),
+        ('exec "$@"', ["--run_dir=file/run"], 2, "--run_dir: cannot write"),
         ('exec "$@"', ["--worker=2"], 2, "command line: received --worker "),
     ],
     ids=["gone", "run directory", "flag"],
@@ -610,7 +610,7 @@ def test_a_report_that_cannot_be_written_is_one_line_and_nothing_is_started(laun
     Path("run/report.json").mkdir(parents=True)
     job = launch("print('started')", "--run_dir=run")
     assert job.end() == 2
-    assert "--run_dir: received" in job.text
+    assert "--run_dir: cannot write to" in job.text
     assert "Traceback" not in job.text
     assert "started" not in job.text
 
@@ -629,7 +629,7 @@ def test_a_run_directory_in_use_is_refused(launch):
     job.ready(1)
     other = launch(PAUSE, "--run_dir=run")
     assert other.end() == 2
-    assert "where a job runs" in other.text
+    assert "another job is running in" in other.text
     assert other.text.count("\n") == 1
 
 

@@ -81,7 +81,7 @@ def test_a_job_whose_task_was_killed_is_started_again_as_a_group(launch, command
     assert len({pid for pids in started.values() for pid in pids.values()}) == 9
     job.assert_gone(0)
     assert "worker-1 failed first: killed by SIGKILL, not by the launcher\n" in job.text
-    assert "started again as attempt 2 (restart 1 of 2 within 3600 s)\n" in job.text
+    assert "restarting as attempt 2 (restart 1 of 2 within 3600 s)\n" in job.text
     for attempt, pids in started.items():
         for task, pid in pids.items():
             log = Path(f"run/logs/attempt-{attempt}/{task}.log").read_text()
@@ -120,7 +120,7 @@ def test_a_fork_server_that_was_killed_is_replaced_for_the_next_attempt(launch):
     os.kill(server, signal.SIGKILL)
     ready(job, 2, 2)
     assert job.end() == 0
-    assert re.search(r"failed first: the fork server has ended: see .*fork-server.log\n", job.text)
+    assert re.search(r"failed first: the fork server exited: see .*fork-server.log\n", job.text)
     assert [attempt["exit_code"] for attempt in report("run")["attempts"]] == [137, 0]
 
 
@@ -138,7 +138,7 @@ def test_what_a_task_leaves_behind_is_gone_before_the_next_attempt(launch):
     job = launch(program(source), "--max_restarts=1")
     job.ready(2)
     os.close(os.open("fifo", os.O_WRONLY))
-    job.read_until("started again as attempt 2")
+    job.read_until("restarting as attempt 2")
     job.assert_gone(0)
     assert job.end() == 0
 
@@ -157,7 +157,7 @@ def test_ctrl_c_between_two_attempts_is_heard(launch):
     flags = ("--workers=2", "--max_restarts=3", "--run_dir=run")
     job = launch(program("ready(); sys.exit(3)"), *flags, command=command)
     assert job.end() == 130
-    assert "SIGINT: not started again\n" in job.text
+    assert "SIGINT: not restarting\n" in job.text
     assert len(report("run")["attempts"]) == 1
     job.assert_gone(0)
 
@@ -222,7 +222,7 @@ def test_a_worker_of_a_ps_job_is_started_again_alone(launch, command):
     assert job.end() == 0
     assert {task for task in before if before[task] != after[task]} == {"worker-1"}
     assert (
-        "worker-1 failed: killed by SIGKILL, not by the launcher; started again alone" in job.text
+        "worker-1 failed: killed by SIGKILL, not by the launcher; restarting only this" in job.text
     )
     logs = Path("run/logs/attempt-1")
     first, again = (logs / name for name in ("worker-1.log", "worker-1.restart-1.log"))

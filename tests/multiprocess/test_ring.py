@@ -40,7 +40,7 @@ def test_workers_that_take_different_branches_end_with_what_each_of_them_sums(tm
     assert found, said
     assert found[1] == found[3]
     assert sorted((found[2], found[4])) == ["1", "2"]
-    assert "not started again: exit code 2 is a mistake" in said
+    assert "not restarting: exit code 2 is a mistake" in said
 
 
 def test_a_worker_that_dies_is_named_by_its_neighbour_without_a_launcher_too(tmp_path):

@@ -116,7 +116,7 @@ class Service:
 
     def replicas(self) -> list[int]:
         """The pids of the replicas that have been ready."""
-        pids = dict(re.findall(r"replica (\d+) loads version \d+ \(pid (\d+)\)", self.said()))
+        pids = dict(re.findall(r"replica (\d+) is loading version \d+ \(pid (\d+)\)", self.said()))
         return [int(pids[id]) for id in re.findall(r"replica (\d+) is ready", self.said())]
 
 
@@ -149,7 +149,7 @@ def service(
         rest, by_grpc = line.split()
         host, port = rest.split(":")
         running = Service(process, (host, int(port)), by_grpc, log, tls)
-        running.wait_for(r"version \d+ is served")
+        running.wait_for(r"serving version \d+")
         wait_until_healthy(running)
         yield running
         process.send_signal(signal.SIGTERM)
@@ -400,7 +400,7 @@ def test_a_client_that_says_nothing_more_or_too_much_is_let_go(shared):
             connection.sendall(sent.encode())
         for sent, connection in waiting.items():
             answer = b"".join(iter(lambda c=connection: c.recv(1 << 16), b""))
-            told = b"The request did not come within 1 s"
+            told = b"The request did not arrive within 1 s"
             assert told in answer if sent == half else answer == b""
     heads = [b"GET /healthz HTTP/1.1\r\nX: " + b"a" * n + b"\r\n\r\n" for n in (1 << 10, 1 << 20)]
     small, large = (answer_to(shared.rest, head) for head in heads)
@@ -433,7 +433,7 @@ def test_a_grpc_client_that_says_nothing_more_is_let_go(shared):
                     pass
     with grpc.insecure_channel(shared.grpc) as channel, silent_calls(channel, 1) as (call,):
         assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert call.details() == "The request did not come within 1 s"
+        assert call.details() == "The request did not arrive within 1 s"
     wait_for_metric(shared, 'code="DEADLINE_EXCEEDED",model="",via="grpc"} 2.0')
 
 
@@ -520,12 +520,15 @@ def test_no_request_is_lost_with_a_replica(tmp_path):
             os.kill(running.replicas()[-1], signal.SIGKILL)
             running.wait_for(r"replica \d+ is ready", 2 + kills)
             wait_for_more(outcomes)
-        assert len(running.wait_for("was killed by SIGKILL; it is replaced")) == kills
+        assert len(running.wait_for(": killed by SIGKILL; replacing it")) == kills
         status, answer = running.predict("kill")  # whoever has it, and that is tried twice
-        assert (status, answer["error"]) == (500, "2 replicas ended while they had this request")
+        assert (status, answer["error"]) == (
+            500,
+            "2 replicas exited while computing this request",
+        )
         running.wait_for(r"replica \d+ is ready", 2 + kills + 2)
         wait_for_more(outcomes)
-        assert len(running.wait_for("was killed by SIGKILL")) == kills + 2
+        assert len(running.wait_for(": killed by SIGKILL")) == kills + 2
 
 
 def test_a_hanging_replica_is_replaced_and_its_requests_are_answered(tmp_path):
@@ -538,7 +541,7 @@ def test_a_hanging_replica_is_replaced_and_its_requests_are_answered(tmp_path):
         for hangs in range(1, HARDER + 1):
             wait_for_more(outcomes)
             os.kill(running.replicas()[-1], signal.SIGSTOP)
-            running.wait_for("hangs; its requests go to others", hangs)
+            running.wait_for("s; retrying its requests", hangs)
             running.wait_for(r"replica \d+ is ready", 2 + hangs)
         wait_for_more(outcomes)
 
@@ -556,16 +559,16 @@ def test_versions_come_go_and_break_under_load(tmp_path):
     with service(tmp_path, replicas=2) as running, load(running) as outcomes:
         for last in range(2, HARDER + 2):
             make_version(tmp_path / "m", last)
-            running.wait_for(f"m: version {last} is served")
+            running.wait_for(f"m: serving version {last}")
         assert running.predict([1])[1]["by"][0] == last
         status, answer = running.predict([1], f"/v1/models/m/versions/{last - 1}:predict")
         assert (status, answer["error"].endswith(f"Specific(m, {last - 1})")) == (404, True)
         make_version(tmp_path / "m", last + 1, "broken")
-        running.wait_for(f"version {last + 1} is refused: broken on purpose")
+        running.wait_for(f"version {last + 1} rejected: broken on purpose")
         available, broken = ("AVAILABLE", ""), ("END", "broken on purpose")
         assert states_of(running) == {last + 1: broken, last: available}
         shutil.rmtree(tmp_path / "m" / str(last))
-        running.wait_for(f"m: version {last - 1} is served", 2)
+        running.wait_for(f"m: serving version {last - 1}", 2)
         wait_for_more(outcomes)
         assert running.predict([1])[1]["by"][0] == last - 1
 
@@ -593,7 +596,7 @@ def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path):
             for each in outcomes:
                 wait_for_more(each)
             os.kill(front_of(running.process.pid), signal.SIGKILL)
-            running.wait_for("front: was killed by SIGKILL; another one is started", kills)
+            running.wait_for("front: killed by SIGKILL; starting a new front", kills)
             assert call_by_grpc(running.grpc) is OK  # a new connection, refused by nobody
             assert running.predict([1])[0] == 200
         for each in outcomes:
@@ -696,8 +699,8 @@ def test_a_replica_is_followed_to_its_end_also_where_no_spare_can_be_started(tmp
         supervisor._set("m", supervisor._models["m"].scanned(find_versions(tmp_path / "m")))
 
     follow(supervisor, begin)
-    assert "m: no spare could be started: no room for a process" in caplog.text
-    assert "replica 1 was killed by SIGKILL; it is replaced" in caplog.text
+    assert "m: cannot start a spare process: no room for a process" in caplog.text
+    assert "replica 1: killed by SIGKILL; replacing it" in caplog.text
 
 
 def test_a_front_that_cannot_be_started_again_is_tried_later(tmp_path, caplog):
@@ -717,7 +720,7 @@ def test_a_front_that_cannot_be_started_again_is_tried_later(tmp_path, caplog):
     finally:
         supervisor._end()
     assert started == ["front"] * 3
-    assert "front: no room for a process; another one is started" in caplog.text
+    assert "front: no room for a process; starting a new front" in caplog.text
 
 
 def test_a_version_that_has_gone_before_its_replica_starts_can_come_back(tmp_path):
@@ -747,7 +750,7 @@ def test_a_version_that_is_written_while_it_is_loaded_is_not_served(tmp_path, ca
     supervisor._receive_loaded = write_and_receive
     found = find_versions(tmp_path / "m")
     follow(supervisor, lambda: supervisor._set("m", supervisor._models["m"].scanned(found)))
-    assert "version 1 is refused: its files have changed while it was loaded" in caplog.text
+    assert "version 1 rejected: its files changed during loading" in caplog.text
     again, starts, _ = (
         supervisor._models["m"].scanned(find_versions(tmp_path / "m")).plan(itertools.count(9))
     )

@@ -76,7 +76,7 @@ def service(directory: Path, log: Path) -> Iterator[Service]:
             found = re.search(r"http://(\S+):(\d+)/v1/models, gRPC (\S+)", line)
             assert found, line + log.read_text()
             running = Service(process, (found[1], int(found[2])), found[3], log)
-            running.wait_for("m: version 1 is served")
+            running.wait_for("m: serving version 1")
             wait_until_healthy(running)
             yield running
         finally:
@@ -98,7 +98,7 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path):
         digits = [len(str(abs(value))) for row in answer["predictions"] for value in row]
         assert max(digits) <= 12, answer  # of a float32, not of the double next to it
         second = export(tmp_path / "served", seed=2)
-        running.wait_for("m: version 2 is served")
+        running.wait_for("m: serving version 2")
         request = predict_pb2.PredictRequest()
         request.model_spec.name = "m"
         request.inputs["features"].CopyFrom(tf.make_tensor_proto(X))
@@ -130,7 +130,7 @@ def test_a_run_is_published_as_it_goes(tmp_path):
             assert said.readline().strip() == str(tmp_path / "served" / "m" / "1")
             with service(tmp_path / "served", tmp_path / "log") as running:
                 train(model, tmp_path / "backup", 2)
-                running.wait_for(r"m: version 2 is served, [\d.]+ s after its checkpoint was whole")
+                running.wait_for(r"m: serving version 2, [\d.]+ s after its checkpoint was saved")
                 wait_until_healthy(running)
                 found = running.predict(X.tolist())[1]["predictions"]
                 np.testing.assert_allclose(found, model.predict(X, verbose=0), atol=1e-6)

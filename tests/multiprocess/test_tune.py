@@ -227,7 +227,7 @@ def test_a_trial_of_a_killed_agent_ends_with_its_weights_on_another_host(whole, 
         until(lambda: any(checkpoints.glob("step-*")), within_s=SWEEP_DEADLINE_S)
         os.kill(int((tmp_path / "shell.near").read_text()), signal.SIGKILL)
         assert chief.wait(SWEEP_DEADLINE_S) == 0, torn.log.read_text()
-    assert "near gets no trials for 60 s: " in torn.log.read_text()
+    assert "near: no trials on this host for 60 s: " in torn.log.read_text()
     assert torn.state().trials["0"].starts == 2
     summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
     assert summary["resumed_from_step"], "it began anew"

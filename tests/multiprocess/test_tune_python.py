@@ -77,7 +77,7 @@ def test_a_chief_that_is_killed_finds_the_same_as_an_undisturbed_one(tmp_path):
         chief.kill()
         chief.wait()
     launcher = torn / "sweep" / "trials" / "0" / "launch.log"
-    until(lambda: "ending the task" in launcher.read_text(), within_s=DEADLINE_S)
+    until(lambda: "stopping the task" in launcher.read_text(), within_s=DEADLINE_S)
     (torn / "hold").unlink()
     run(torn, "single", "1", "2")
     trials = fold(read(torn / "sweep" / "journal.jsonl")).trials

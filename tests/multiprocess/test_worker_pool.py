@@ -138,7 +138,7 @@ def test_a_worker_that_does_not_do_its_piece_is_named_and_its_piece_done_by_anot
     said = launch(run_dir, *command, str(PROGRAMS / "owing.py"), timeout_s=DEADLINE_S)
     (failure,) = json.loads((run_dir / "report.json").read_text())["attempts"][-1]["lost"]
     assert failure["task"] == "worker-1"
-    assert re.match(r"hangs: its work unit is not done after \d+ s", failure["cause"])
+    assert re.match(r"hangs: its work unit is unfinished after \d+ s", failure["cause"])
     assert "units done: 100" in said
 
 

@@ -61,7 +61,7 @@ def test_a_slow_link_that_goes_down_and_comes_back_gives_the_weights_of_an_undis
     first.read_until(r"step (1[2-9]|[2-4]\d) of 64")
     cut_s = time.monotonic()
     network.set_link("down")
-    first.read_until("host beta is gone: no message for 8 s")
+    first.read_until("lost host beta: no message for 8 s")
     assert time.monotonic() - cut_s < 10
     network.set_link("up")
     assert first.end() == 0
@@ -90,7 +90,7 @@ def test_an_agent_and_an_ssh_that_are_killed_change_no_weights(job, network):
         assert first.end() == 0
         attempts = report("run")["attempts"]
         assert [attempt["exit_code"] for attempt in attempts] == [EXIT_PEER_MISSING, 0]
-        assert "worker-1 on beta failed first: host beta is gone" in first.text
+        assert "worker-1 on beta failed first: lost host beta" in first.text
         assert summary()["weights_sha256"] == undisturbed["weights_sha256"]
 
 
@@ -101,7 +101,7 @@ def test_the_host_that_is_left_trains_to_the_end_where_that_was_asked_for(job, n
     first.read_until(r"step (1[2-9]|[2-4]\d) of 64")
     network.set_link("down")
     assert first.end() == 0
-    assert "going on without beta (rank 1), with 1 worker" in first.text
+    assert "continuing without beta (rank 1), with 1 worker" in first.text
     assert summary()["resumed_from_step"] > 0
     assert (summary()["workers"], summary()["steps"]) == (1, 64)
 
@@ -142,7 +142,7 @@ def test_what_ssh_refuses_is_one_line_with_what_to_do(job, network, sshd):
     sshd.know("ssh-ed25519 " + "A" * 68)
     refused = job(PAUSE)
     assert refused.end() == EXIT_USAGE
-    assert "Fix: run ssh beta once by hand and check its key" in lines(refused)[-1]
+    assert "Fix: run ssh beta once and confirm its key" in lines(refused)[-1]
 
     sshd.know(key)
     (sshd.folder / "authorized_keys").write_text("")
@@ -154,18 +154,20 @@ def test_what_ssh_refuses_is_one_line_with_what_to_do(job, network, sshd):
     with network.dropping("beta", "22"):
         silent = job(PAUSE, "--startup_timeout_s", "3")
         assert silent.end() == EXIT_PEER_MISSING
-    assert lines(silent)[-1].startswith("1 of 2 hosts are there: waited 3 s for beta (rank 1)")
+    assert lines(silent)[-1].startswith("1 of 2 hosts connected within 3 s, without beta (rank 1)")
 
     unknown = job(PAUSE, hosts="alpha,gamma")
     assert unknown.end() == EXIT_USAGE
-    assert lines(unknown)[-1].startswith("gamma: received ssh: Could not resolve hostname gamma")
+    assert lines(unknown)[-1].startswith(
+        "gamma: cannot start an agent: ssh: Could not resolve hostname gamma"
+    )
 
 
 def test_an_address_of_nobody_is_a_line_with_the_host(job, network):
     network.name("alpha", {**ADDRESSES, "beta": NOBODY})
     first = job(PAUSE, "--startup_timeout_s", "6")
     assert first.end() == EXIT_PEER_MISSING
-    assert re.match(r"1 of 2 hosts are there: waited 6 s for beta \(rank 1\)", lines(first)[-1])
+    assert re.match(r"1 of 2 hosts connected within 6 s, without beta \(rank 1\)", lines(first)[-1])
 
 
 def test_a_launcher_elsewhere_has_no_tasks(job):

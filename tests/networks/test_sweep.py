@@ -38,7 +38,7 @@ def test_trials_run_on_the_hosts_and_a_host_that_refuses_gets_no_more(
     assert done.returncode == 0, said
     state = fold(read(Path("sweep/journal.jsonl")))
     assert [trial.status for trial in state.trials.values()] == ["completed"] * 4, said
-    assert "gamma gets no more trials: gamma: received ssh: Could not resolve" in said
+    assert "gamma: no more trials on this host: gamma: cannot start an agent: ssh: " in said
     ran_on = []
     for trial in state.trials.values():
         (attempt,) = report(Path("sweep/trials") / trial.run)["attempts"]

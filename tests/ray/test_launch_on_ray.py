@@ -111,7 +111,7 @@ def test_a_job_on_ray_and_one_whose_agent_or_node_is_killed_have_the_weights_of_
             agent, raylet = agent_of(cluster)
             began_s = time.monotonic()
             os.kill(agent if what == "agent" else raylet, signal.SIGKILL)
-            job.until(r"worker-\d on (node-\d) failed first: host \1 is gone")
+            job.until(r"worker-\d on (node-\d) failed first: lost host \1")
             assert time.monotonic() - began_s < 20
         assert job.end() == 0, job.text
         assert summary(job.run_dir)["weights_sha256"] == undisturbed["weights_sha256"]
@@ -157,7 +157,7 @@ def test_no_room_and_no_cluster_are_one_line(cluster, tmp_path):
     nowhere = type("Nowhere", (), {"address": "127.0.0.1:1"})
     job = Job(nowhere, tmp_path, program=("program.py",))
     assert job.end() == 2
-    assert job.text.splitlines()[-1].startswith("--on ray: received ")
+    assert job.text.splitlines()[-1].startswith("--on ray: cannot connect to a Ray cluster: ")
 
 
 def test_trials_of_a_sweep_run_on_the_nodes_that_ray_gives(cluster, tmp_path):

@@ -99,7 +99,7 @@ def test_a_node_whose_agent_is_killed_is_named_and_changes_no_weights(slurm, all
         (pid,) = (p for p, line in children(process.pid).items() if line.startswith("srun"))
     os.kill(pid, signal.SIGKILL)
     assert process.wait(DEADLINE_S) == 0, said.read_text()
-    assert f"worker-1 on {NODES[1]} failed first: host {NODES[1]} is gone" in said.read_text()
+    assert f"worker-1 on {NODES[1]} failed first: lost host {NODES[1]}" in said.read_text()
     assert_same(summary_of(run_dir), expected)
 
 

@@ -76,7 +76,7 @@ def test_what_is_no_message_ends_the_connection(line, pipes):
     while rest and not launcher.lost:
         rest = rest[os.write(agent._write_fd, rest[:4096]) :]
         launcher.turn()
-    assert launcher.lost == "a line that is no message arrived"
+    assert launcher.lost == "received an invalid message"
 
 
 def test_the_end_of_the_other_side_is_seen(pipes):
@@ -158,7 +158,9 @@ def test_an_agent_that_differs_is_told_and_not_started_again(world):
     hub, agents, clock, _ = world
     there = {**HELLO, "terms": {"keras": "2"}}
     (refused,) = news(hub, agents[0], there)
-    assert str(refused.error).startswith("b: received keras 2 there, 3 here; ")
+    assert str(refused.error).startswith(
+        "b: it differs from the launcher's host: keras 2 there, 3 here. "
+    )
     assert agents[0].sent == [{"end": 2}]
     clock.now_s += 100
     assert news(hub) == []
@@ -169,11 +171,11 @@ def test_a_refusal_of_the_agent_and_one_of_the_shell_are_errors_with_their_fix(w
     hub, agents, clock, said = world
     agents[0].lost, agents[0].ending = "closed", ("no route", "")
     assert news(hub) == []
-    assert said == ["b: no route; trying again"]
+    assert said == ["b: no route; retrying"]
     clock.now_s += 1
     hub.turn()
     agents[1].lost, agents[1].ending = "closed", ("Permission denied", "add a key")
     (first,) = news(hub)
     assert isinstance(first, CannotStart)
-    assert str(first.error).startswith("b: received Permission denied;")
+    assert str(first.error).startswith("b: cannot start an agent: Permission denied. ")
     assert str(first.error).endswith("Fix: add a key")

@@ -196,14 +196,14 @@ def test_hosts_are_alike_whatever_is_their_own(tmp_path):
     own = {"TF_CONFIG": "x", "TF_NUM_INTRAOP_THREADS": "4", "HOME": "/root", "TF_CPP_X": "1"}
     assert alike(tmp_path) == alike(tmp_path, own)
     missing = alike(tmp_path, args="--config {}")
-    assert missing[f"the text of {tmp_path / 'mnist.py'}"] == "not readable"
+    assert missing[f"the hash of {tmp_path / 'mnist.py'}"] == "not readable"
 
 
 @pytest.mark.parametrize(
     ("name", "there"),
     [
         ("TF_ENABLE_ONEDNN_OPTS", {"environ": {"TF_ENABLE_ONEDNN_OPTS": "0"}}),
-        ("the text of train.py", {"text": "y"}),
+        ("the hash of train.py", {"text": "y"}),
     ],
 )
 def test_what_would_make_another_job_of_it_differs(name, there, tmp_path):
@@ -218,4 +218,4 @@ def test_a_config_file_of_another_text_differs(args, tmp_path):
         found.append(alike(tmp_path, args=args))
     same, again, other = found
     assert same == again
-    assert {name for name in same if same[name] != other[name]} == {f"the text of {config}"}
+    assert {name for name in same if same[name] != other[name]} == {f"the hash of {config}"}

@@ -120,7 +120,7 @@ def test_a_log_that_cannot_be_written_is_said_once_and_the_job_goes_on(reader, t
     output.feed(b"one\n")
     output.feed(b"two\n")
     text = reader.text()
-    assert text.count("cannot be written: No space left on device") == 1
+    assert text.count("log: No space left on device; continuing") == 1
     assert "[worker-0] one\n" in text
     assert "[worker-0] two\n" in text
 

@@ -387,19 +387,19 @@ SEVERAL = {"worker": ["a:1", "b:1"]}
 
 
 @pytest.mark.parametrize(
-    ("environ", "received"),
+    ("environ", "task"),
     [
-        (told(SEVERAL), "worker-0 of a job of 2 tasks, and the launcher"),
-        (told(SEVERAL, "evaluator"), "evaluator-0 of a job of 3 tasks"),
-        (told({"worker": ["a:1"], "evaluator": ["b:1"]}), "worker-0 of a job of 2 tasks"),
-        (told(SEVERAL, TFDIST_CLUSTER="tf_config"), "worker-0 of a job of 2 tasks"),
+        (told(SEVERAL), "worker-0 of a job with 2 tasks, but the launcher"),
+        (told(SEVERAL, "evaluator"), "evaluator-0 of a job with 3 tasks"),
+        (told({"worker": ["a:1"], "evaluator": ["b:1"]}), "worker-0 of a job with 2 tasks"),
+        (told(SEVERAL, TFDIST_CLUSTER="tf_config"), "worker-0 of a job with 2 tasks"),
     ],
 )
-def test_the_launcher_in_the_place_of_a_task_is_refused(environ, received):
+def test_the_launcher_in_the_place_of_a_task_is_refused(environ, task):
     line = ["--dry_run", "--strategy=single", "-m", "this"]
     error = refusal(lambda: run_job(parse(line), environ=environ))
     assert (error.where, error.code) == ("TF_CONFIG", "nested-launcher")
-    assert str(error.received).startswith(received)
+    assert error.problem.startswith(f"this process is {task}")
 
 
 UNUSED = {"TFDIST_PORTS": "20000-20100", "TFDIST_RESTARTS": "1", "TFDIST_CLUSTER": "none"} | {
@@ -408,13 +408,13 @@ UNUSED = {"TFDIST_PORTS": "20000-20100", "TFDIST_RESTARTS": "1", "TFDIST_CLUSTER
     "TFDIST_RUN_DIR": " ",
 }  # the first three are read
 SAID = {
-    "TF_CONFIG is in the environment and not used": [
+    "TF_CONFIG: ignored": [
         told({"worker": ["a:1"]}),
         told({}),
         told(SEVERAL, TFDIST_JOB="mark"),  # a launcher inside a task of another
         {"TF_CONFIG": "no JSON"},
     ],
-    "TFDIST_STRATEGY, TFDIST_HOSTS: not used, as the launcher goes by its flags": [UNUSED],
+    "TFDIST_STRATEGY, TFDIST_HOSTS: ignored, because the launcher reads only its flags": [UNUSED],
     "tf.keras is Keras 2, whose models tfdist refuses. Fix: ": [
         {"TF_USE_LEGACY_KERAS": "1"},
         {"TF_USE_LEGACY_KERAS": "True"},

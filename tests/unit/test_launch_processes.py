@@ -190,7 +190,7 @@ def test_why_the_kernel_killed_a_fork_server_is_told(tmp_path, monkeypatch):
         os.kill(starter.pid, signal.SIGKILL)
         while not starter.is_over or not (events := starter.collect()):
             select.select([starter.fileno()], [], [], DEADLINE_S)
-        said = f"the fork server has ended, killed for its memory ({starter.pid}): see {tmp_path}"
+        said = f"the fork server exited, killed for its memory ({starter.pid}): see {tmp_path}"
         assert events[-1].cause.startswith(said)
 
 
@@ -224,7 +224,7 @@ def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, m
     if task == W1:
         world.is_full = True
         ended = processes.perform(Start(W1))
-        assert ended.cause == "cannot be started: Resource temporarily unavailable"
+        assert ended.cause == "cannot start: Resource temporarily unavailable"
     processes.perform(KillOne(task))
     if task == W0:  # asked for, and it fails later
         assert Ended in [type(event) for event in world.wait(processes)]

@@ -152,7 +152,7 @@ def test_a_host_that_is_gone_is_the_end_of_its_tasks_and_starts_none(world):
     world.news.append(Lost(rank=1, cause="no word for 5 s"))
     gone = Ended(
         task=W1, status=EXIT_PEER_MISSING, at_s=NOW_S,
-        cause="host host1 is gone: no word for 5 s",
+        cause="lost host host1: no word for 5 s",
     )  # fmt: skip
     assert world.processes.wait(None) == [gone]
     assert not world.processes.can_start(W1)
@@ -205,7 +205,7 @@ def test_a_host_that_cannot_make_its_tasks_or_has_no_port_for_the_next_attempt_s
     host._cause = "/logs: read-only"
     ended = host._perform(Start(W1))
     assert (ended.task, ended.status, ended.cause) == (W1, EXIT_USAGE, "/logs: read-only")
-    error = UsageError("ports", received="", expected="", fix="", code="no-free-port")
+    error = UsageError("ports", "all are taken", fix="", code="no-free-port")
     part, pipe = MagicMock(), Mock(lost="")
     part.ports.renewed.side_effect = [[], error]
     pipe.take_messages.side_effect = [[{"finish": True}]]
@@ -266,9 +266,6 @@ def test_all_hosts_that_are_there_may_begin():
 
 
 def test_the_first_refused_host_ends_the_job():
-    errors = [
-        UsageError("x", received=name, expected="y", fix="z", code="cannot-start-agent")
-        for name in "ab"
-    ]
+    errors = [UsageError("x", name, fix="z", code="cannot-start-agent") for name in "ab"]
     news = [CannotStart(rank=rank, error=error) for rank, error in zip((3, 1), errors, strict=True)]
     assert refusal(lambda: gather(ready(2), news)) is errors[0]

@@ -43,8 +43,8 @@ def by(number):
         ([failure()], failure(3601), True, FIRST),
         ([by(61100)], by(63397), False, TWICE.format("at step 4")),
         (
-            [failure(cause="hangs: silent for 301 s")],
-            *(failure(9, cause="hangs: silent for 300 s"), False, "the same failure"),
+            [failure(cause="hangs: no heartbeat for 301 s")],
+            *(failure(9, cause="hangs: no heartbeat for 300 s"), False, "the same failure"),
         ),
         (
             [failure(cause="ValueError (exit code 1)", exit_code=1, kind=ERROR)],
@@ -59,7 +59,7 @@ def by(number):
         ([failure(step=40)], failure(100), True, ""),
         ([failure(step=40), failure(10, step=50)], failure(20, step=40), True, ""),
         # Three restarts within an hour.
-        ([failure(s, step=s) for s in (0, 1000, 3000)], failure(3500, step=9), False, "used up"),
+        ([failure(s, step=s) for s in (0, 1000, 3000)], failure(3500, step=9), False, "used all"),
         (
             [failure(s, step=s) for s in (0, 1000, 3000)],
             *(failure(3700, step=9), True, "restart 3 of 3 within 3600 s"),
@@ -74,7 +74,7 @@ def test_a_failure_is_worth_another_start_unless_it_would_be_the_same(past, now,
 
 def test_one_restart_is_said_to_be_used_up_and_without_any_nothing_is():
     verdict = policy(failure(step=1), max_restarts=1).verdict(failure(step=2))
-    assert (verdict.restart, verdict.reason) == (False, "the one restart within 3600 s used up")
+    assert (verdict.restart, verdict.reason) == (False, "used the only restart within 3600 s")
     verdict = policy(max_restarts=0).verdict(failure())
     assert (verdict.restart, verdict.reason) == (False, "")
 

@@ -73,7 +73,7 @@ def test_inputs_are_rows_or_columns_of_the_types_of_the_signature(document, inpu
         ({}, "Missing 'inputs' or 'instances' key"),
         ({"instances": 1}, "Expecting 'instances' to be a list/array with values"),
         ({"instances": []}, "Expecting 'instances' to be a list/array with values"),
-        ({"instances": [[1, 2]], "inputs": [[1, 2]]}, "or both are there"),
+        ({"instances": [[1, 2]], "inputs": [[1, 2]]}, "or both are present"),
         ({"signature_name": 3, "inputs": 1}, "'signature_name' key must be a string value."),
         ({"signature_name": "no", "inputs": 1}, '"no" not found in signature def'),
         ({"instances": [["a", 1]]}, 'Value: "a" Type: String is not of expected type: float'),

@@ -152,7 +152,7 @@ def test_a_cluster_of_ray_that_is_not_there_is_one_line(tmp_path, capsys, monkey
     assert serve.main([str(tmp_path), "--on", "ray"]) == 1
     del sys.modules["tfdist.serving.on_ray"]
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"Ray has not deployed {tmp_path}: at 10.0.0.1:6379")
+    assert line.endswith(f"Ray failed to deploy {tmp_path}: at 10.0.0.1:6379")
 
 
 def test_a_directory_that_is_not_there_is_one_line(tmp_path, capsys):

@@ -68,8 +68,8 @@ The root cause
 3: 5 w1 ends ABRT; 5 w0 raises ValueError at 4.9; 5 w0 ends 1
 > 5 failed w0: ValueError (exit code 1); SIGTERM w2; 5.5 exit 1
 # an end of which the launcher knows more
-3: 5 w0 ends KILL the fork server has ended
-> 5 failed w0: the fork server has ended; SIGTERM w1 w2; 5.5 exit 137
+3: 5 w0 ends KILL the fork server exited
+> 5 failed w0: the fork server exited; SIGTERM w1 w2; 5.5 exit 137
 # a lost peer before its own end
 3: 5 w0 fails LOST; 5.35 w1 ends KILL
 > 5.35 failed w1: killed by SIGKILL, not by the launcher; SIGTERM w2; 5.85 exit 137
@@ -90,10 +90,11 @@ The root cause
 > 5.1 failed w0: LOST (exit code 1); exit 1
 # a lost peer that is stopped
 2 stopped=w1: 5 w0 fails LOST
-> 5.6 failed w1: stopped (SIGSTOP), and w0 lost it: LOST (exit code 1); 15.6 SIGKILL w1; exit 1
+> 5.6 failed w1: stopped (SIGSTOP), and w0 lost the connection: LOST (exit code 1);
+> 15.6 SIGKILL w1; exit 1
 # a missing peer that has not started
 2 absent=w1: 5 w0 fails WAITED code 75
-> 5.6 failed w1: has not started by 5, and w0 gave up: WAITED (exit code 75); 15.6 SIGKILL w1;
+> 5.6 failed w1: has not started by 5, and w0 failed: WAITED (exit code 75); 15.6 SIGKILL w1;
 > exit 75
 # an error of its own beside a stopped task
 2 stopped=w1: 5 w0 fails ValueError
@@ -110,28 +111,28 @@ The end of the others
 > 5 failed w1: exit code 3; SIGTERM w0 w2; 15 SIGKILL w0; exit 3
 # a program that failed and whose process stays
 2 deaf=w1: 5 w1 raises ValueError
-> 15 failed w1: ValueError, and its process does not end; SIGTERM w0; 25 SIGKILL w1; exit 1
+> 15 failed w1: ValueError, and its process does not exit; SIGTERM w0; 25 SIGKILL w1; exit 1
 # without grace
 2 grace_s=0: 5 w1 ends 1
 > 5 failed w1: exit code 1; SIGTERM w0; SIGKILL w0; exit 1
 # a worker that ends before the chief
 ps: 5 w0 ends 0
-> 5 failed w0: ended before the chief (exit code 0); SIGTERM c0 w1 p0; 5.5 SIGTERM w1 p0; exit 1
+> 5 failed w0: exited before the chief (exit code 0); SIGTERM c0 w1 p0; 5.5 SIGTERM w1 p0; exit 1
 # workers that go on long after their chief
 3: 10 w0 ends 0; 12 w1 ends 0
-> 70 stacks w2; 70.5 failed w2: still running 60 s after w0 was done: w2; SIGTERM w2; 71 exit 1
+> 70 stacks w2; 70.5 failed w2: still running 60 s after w0 exited: w2; SIGTERM w2; 71 exit 1
 # workers and an evaluator that go on long after
 3+e: 10 w0 ends 0; 12 w1 ends 0
-> 70 stacks w2; 70.5 failed w2: still running 60 s after w0 was done: w2; SIGTERM e0 w2; 71 exit 1
+> 70 stacks w2; 70.5 failed w2: still running 60 s after w0 exited: w2; SIGTERM e0 w2; 71 exit 1
 # workers that end after their chief, without grace
 2 grace_s=0: 10 w0 ends 0; 12 w1 ends 0
 > 12 exit 0
 # workers that go on long after their chief, with a long grace
 2 grace_s=20: 10 w0 ends 0
-> 130 stacks w1; 130.5 failed w1: still running 120 s after w0 was done: w1; SIGTERM w1; 131 exit 1
+> 130 stacks w1; 130.5 failed w1: still running 120 s after w0 exited: w1; SIGTERM w1; 131 exit 1
 # a task that cannot be started
 3 broken=w1:
-> 0 failed w1: cannot be started: no room; SIGTERM w0; 0.5 exit 1
+> 0 failed w1: cannot start: no room; SIGTERM w0; 0.5 exit 1
 # a process that not even SIGKILL ends
 2 undead=w0 max_restarts=3: 5 w1 ends 1
 > 5 failed w1: exit code 1; SIGTERM w0; 6 SIGKILL w0; 16 exit 1
@@ -206,7 +207,7 @@ ps max_restarts=1 kill_s=1.5: 5 w1 raises ValueError; 15.5 w1 raises KeyError; 6
 > 15 kill w1; 16.5 kill w1; start 1 w1; 66 SIGTERM w0 w1 p0; 66.5 exit 0
 # a worker that cannot be started again
 ps max_restarts=1 broken_again=w1: 5 w1 ends KILL
-> 5 kill w1; failed w1: cannot be started: no room; SIGTERM c0 w0 p0; 5.5 SIGTERM w0 p0; exit 1
+> 5 kill w1; failed w1: cannot start: no room; SIGTERM c0 w0 p0; 5.5 SIGTERM w0 p0; exit 1
 # a worker whose host is gone
 ps max_restarts=3 gone=w1: 5 w1 ends 75
 > 5 failed w1: exit code 75; SIGTERM c0 w0 p0; 5.5 SIGTERM w0 p0; again; exit 75
@@ -383,7 +384,7 @@ class World:
 
     def _start(self, task, restart):
         if task in self.are["broken_again" if restart else "broken"]:
-            return Ended(task=task, status=1, at_s=self.now_s, cause="cannot be started: no room")
+            return Ended(task=task, status=1, at_s=self.now_s, cause="cannot start: no room")
         if restart:
             self.write(f"start {restart}", task)
         self.alive.add(task)
@@ -490,19 +491,19 @@ def test_history(history, outcome):
     [
         ("ps: 30 c0 ends 0", []),
         ("2 max_restarts=3: 5 w1 ends KILL", []),
-        ("2 deaf=w0: 5 w1 ends 3", ["killed, as still running: w0"]),
-        ("2 undead=w0 max_restarts=3: 5 w1 ends 1", ["cannot be killed: w0"]),
-        ("2 max_restarts=3: 5 w1 ends KILL; 5.1 SIGTERM", ["SIGTERM: not started again"]),
-        ("2: 5 SIGINT", ["SIGINT: ending 2 tasks within 10 s (a second signal kills at once)"]),
-        ("2: 20 w1 hangs w0", ["w1: hangs: silent; the stacks of w0:"]),
+        ("2 deaf=w0: 5 w1 ends 3", ["w0 did not exit within the grace period; killed"]),
+        ("2 undead=w0 max_restarts=3: 5 w1 ends 1", ["cannot kill w0"]),
+        ("2 max_restarts=3: 5 w1 ends KILL; 5.1 SIGTERM", ["SIGTERM: not restarting"]),
+        ("2: 5 SIGINT", ["SIGINT: stopping 2 tasks within 10 s (a second signal kills at once)"]),
+        ("2: 20 w1 hangs w0", ["w1: hangs: silent; Python stacks of w0:"]),
         (
             "ps max_restarts=1: 4 c0 step 7; 5 w1 ends 1; 6 w0 ends 3; 9 c0 ends 0",
             [
-                "w1 failed: exit code 1; started again alone, restart 1 of 1 within 3600 s:"
+                "w1 failed: exit code 1; restarting only this task, restart 1 of 1 within 3600 s:"
                 " w1.restart-1.log",
-                "w0 failed: exit code 3; going on with w1"
-                " (not started again: the one restart within 3600 s used up)",
-                "done without w0",
+                "w0 failed: exit code 3; continuing with w1"
+                " (not restarting: used the only restart within 3600 s)",
+                "finished without w0",
             ],
         ),
     ],
@@ -517,9 +518,7 @@ def test_a_second_task_that_trains_alone_ends_the_job_for_good():
         " 8 w0 step 4 alone 1"
     )
     assert (state.exit_code, state.restart) == (2, "")
-    assert "7 failed w2: model.fit: received a model of its own in w2, while w1 trains" in (
-        said := transcript(world)
-    )
+    assert "7 failed w2: model.fit: w2 and w1 train separate models" in (said := transcript(world))
     assert said.count("failed") == 1
 
 

@@ -74,7 +74,7 @@ def test_a_failed_trial_is_written_down_and_the_sweep_goes_on(tmp_path):
 
     def flags(trial: Trial) -> tuple[str, ...]:
         if trial.id == "2":
-            raise UsageError("config.dropout", received=2, expected="less than 1", fix="lower it")
+            raise UsageError("config.dropout", "2 is too large", fix="lower it")
         return flags_of(trial)
 
     failed = Failed(reason="worker-0: ValueError: too wide", last_lines=("Traceback", "ValueError"))
@@ -84,7 +84,7 @@ def test_a_failed_trial_is_written_down_and_the_sweep_goes_on(tmp_path):
     trials = world.run().state.trials
     assert (trials["1"].status, trials["1"].reason) == ("failed", failed.reason)
     assert trials["1"].last_lines == failed.last_lines
-    assert "config.dropout: received 2" in trials["2"].reason
+    assert "config.dropout: 2 is too large" in trials["2"].reason
     assert world.started == ["0", "1", "3"]
     assert [trial.status for trial in trials.values()].count("completed") == 2
 
@@ -94,7 +94,7 @@ def test_a_sweep_of_which_no_trial_was_completed_has_failed(tmp_path):
     world.fate_of = lambda run: FAILED
     chief = world.begin()
     assert chief.run() == 1
-    assert chief.state.finished == "all trials have failed"
+    assert chief.state.finished == "all trials failed"
     assert chief.state.is_complete, "there is nothing to go on with"
 
 
@@ -103,7 +103,7 @@ def test_too_many_failed_trials_end_the_sweep_with_the_reason(tmp_path):
     world.fates = {name: [FAILED] for name in "012"}
     chief = world.begin()
     assert chief.run() == 1
-    assert chief.state.finished == "2 failed trials (--max_failed_trials)"
+    assert chief.state.finished == "stopped after 2 failed trials (--max_failed_trials)"
     assert not chief.state.is_complete
     more = World(tmp_path, options={"max_failed_trials": 4})
     more.fates = world.fates

@@ -184,7 +184,7 @@ def test_a_trial_has_the_score_of_its_best_virtual_epoch_up_to_its_goal():
     assert outcome("stopped", until=1).score == 0.7
     assert outcome("stopped") is outcome(None, [], until=1) is None
     unknown = outcome("done", objective="val_f1")
-    assert unknown == Failed(reason="it does not report val_f1; it reports loss, val_accuracy")
+    assert unknown == Failed(reason="the trial reports loss, val_accuracy, not val_f1")
     infinite = outcome("done", [{"virtual_epoch": 1, "val_accuracy": None}])
     assert infinite == Failed(reason="val_accuracy was never finite")
 
@@ -196,8 +196,8 @@ def test_a_trial_has_the_score_of_its_best_virtual_epoch_up_to_its_goal():
         (139, "SIGSEGV", "killed", Failed(reason="worker-1: killed", last_lines=("a",))),
         (137, "SIGKILL", "killed", Killed(reason="worker-1: killed")),
         (75, None, "peer", Killed(reason="worker-1: peer")),
-        (143, None, "", Killed(reason="it was asked to stop (exit code 143)")),
-        (-9, None, "", Killed(reason="the launcher was ended by signal 9")),
+        (143, None, "", Killed(reason="stopped by a signal (exit code 143)")),
+        (-9, None, "", Killed(reason="the launcher was killed by signal 9")),
         (2, None, "", Failed(reason="[launch] no", last_lines=("[launch] no",))),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_program_that_failed_has_failed_and_one_that_was_killed_goes_on(code, 
 def test_a_program_that_ends_well_before_its_trial_has_failed():
     report = {"attempts": [{"first_failure": None}]}
     found = failure_of(0, report=report, last_lines=["Epoch 1/5"])
-    assert found.reason == "its program ended before the trial was done (exit code 0)"
+    assert found.reason == "the program exited before the trial was done (exit code 0)"
 
 
 # The runner of this machine.
@@ -359,7 +359,7 @@ class ImpossibleSweep(Sweep):
 
     def describe(self) -> Any:
         self.said.append("described")
-        raise UsageError("space", received="nothing", expected="one", fix="name one", code="none")
+        raise UsageError("space", "it is empty", fix="add a value", code="none")
 
     def search(self, begun: Any) -> Any:
         raise NotImplementedError
@@ -380,7 +380,7 @@ def test_a_second_chief_is_refused_with_the_first_ones_pid_and_moves_nothing_asi
         again = ImpossibleSweep(tmp_path, [], overwrite=True)
         error = refusal(lambda: sweep_module.run(again))
     assert error.code == "second-chief"
-    assert f"while process {os.getpid()} runs" in str(error)
+    assert f"process {os.getpid()} already runs this sweep" in str(error)
     assert book.path.exists()
     assert not is_held(tmp_path / LOCK)
     with pytest.raises(TfdistError, match=r"no/\.chief\.lock: No such file or directory$"):
@@ -438,11 +438,11 @@ def test_a_finished_sweep_of_which_no_trial_was_completed_has_failed_again(
     book = journal(tmp_path)
     book.add("begun", **begun())
     add_trial(book, "0", score=None)
-    book.add("finished", reason="all trials have failed", is_complete=True)
+    book.add("finished", reason="all trials failed", is_complete=True)
     again = ImpossibleSweep(tmp_path, [], overwrite=overwrite)
     again.describe = begun
     exit_code, state = sweep_module.run(again)
-    assert (exit_code, state.finished) == (1, "all trials have failed")
+    assert (exit_code, state.finished) == (1, "all trials failed")
 
 
 def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path):
@@ -478,12 +478,12 @@ def test_the_leaderboard_of_a_directory_is_shown_also_where_nothing_can_be_writt
     said = capsys.readouterr().out
     assert said.index("0.3000") < said.index("0.5000")
     assert "trial 2 failed: chief-0: the loss became nan" in said
-    assert "not finished: the same command goes on; best 0.3000, trial 1" in said
+    assert "not finished: run the same command to resume; best 0.3000 (trial 1)" in said
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
     with chief_lock(tmp_path), monkeypatch.context() as patched:
         patched.setattr(os, "open", read_only)
         results.show(tmp_path)
-    assert "not finished: its chief is running; best 0.3000" in capsys.readouterr().out
+    assert "not finished: the sweep is running; best 0.3000" in capsys.readouterr().out
     assert refused(lambda: results.show(tmp_path / "nowhere")) == ("--show", "no-sweep")
 
 
@@ -504,7 +504,7 @@ def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path):
         screen.changed(state, state.trials["3"])
         screen.tick(state)
     said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
-    assert "going on: 3 trials have ended, 1 go on where they stood" in said
+    assert "resuming: 3 trials are finished, 1 continue" in said
     assert re.search(r"3 +running +2 of \?, step 90 +0\.2500 +lr=0.25", said)
     content = json.loads((tmp_path / "sweep.json").read_text())
     assert content["best"]["trial"] == "1"

@@ -21,16 +21,16 @@ from tfdist.phases import PendingWork
 HISTORIES = """
 # a stopped task, which is not asked for its stacks
 3: all step 10; 3; w1 silent T; 30
-> 120 w1 (w0 w2) since 103: its process is stopped (SIGSTOP), and silent for 17 s, last report: in
-> a step after 10 steps; w0, w2 wait for it
+> 120 w1 (w0 w2) since 103: no heartbeat for 17 s (its process is stopped by SIGSTOP, last report:
+> in a step after 10 steps); w0, w2 wait for it
 # a stopped task before a silent one
 3: all step 7; 3; w0 silent S; 4; w1 silent T; 30
-> 120 w1 (w0 w2) since 107: its process is stopped (SIGSTOP), and silent for 13 s, last report: in
-> a step after 7 steps; w0, w2 wait for it
+> 120 w1 (w0 w2) since 107: no heartbeat for 13 s (its process is stopped by SIGSTOP, last report:
+> in a step after 7 steps); w0, w2 wait for it
 # of all alike each is heard once more
 3: all step 10; 19; w2 silent S; 6
-> 122 w2 (w2 w0 w1) since 100: does not answer: silent for 3 s (its process sleeps), last report:
-> in a step after 10 steps; w0, w1 wait for it
+> 122 w2 (w2 w0 w1) since 100: no heartbeat for 3 s (its process sleeps, last report: in a step
+> after 10 steps); w0, w1 wait for it
 # one in a callback, not those who wait for it
 3: all callback 120; 1; w0,w2 step 120; 30
 > 120 w1 (w1 w0 w2) since 100: in a callback after 120 steps for 20 s; w0, w2 wait for it
@@ -44,19 +44,19 @@ HISTORIES = """
 > steps
 # one that is done
 3: all step 120; w1 done 120; 30
-> 120 w1 (w1 w0 w2) since 100: done with its training after 120 steps for 20 s; w0, w2 wait for it
+> 120 w1 (w1 w0 w2) since 100: after its training after 120 steps for 20 s; w0, w2 wait for it
 # one that has not come to a sum
 3: all sum 120; w1 step 120; 30
-> 120 w1 (w1 w0 w2) since 100: in a step after 120 steps for 20 s, while w0 is at a sum with its
+> 120 w1 (w1 w0 w2) since 100: in a step after 120 steps for 20 s, while w0 is in a sum with its
 > peers after 120 steps
 # one that saves while others are at a sum
 3: all sum 120; w1 save 120; 30
-> 120 w1 (w1 w0 w2) since 100: saving after 120 steps for 20 s, while w0 is at a sum with its
-> peers after 120 steps
+> 120 w1 (w1 w0 w2) since 100: saving after 120 steps for 20 s, while w0 is in a sum with its peers
+> after 120 steps
 # the chief, where none is behind
 3: all step 120; 30
-> 120 w0 (w0 w1 w2) since 100: all 3 tasks are in a step after 120 steps for 20 s, none of them
-> behind
+> 120 w0 (w0 w1 w2) since 100: all 3 tasks are in a step after 120 steps for 20 s, with equal
+> progress
 # one that traces, which takes longer
 3 startup_s=1: all step 0; w1 trace 0; 90
 > 160 w1 (w1 w0 w2) since 100: tracing after 0 steps for 60 s; w0, w2 wait for it
@@ -68,16 +68,16 @@ HISTORIES = """
 > nobody
 # one that imports has the startup besides
 3: w0,w2 step 0; 100
-> 180 w1 (w1 w0 w2) since 100: not in its training yet for 80 s; w0, w2 wait for it
+> 180 w1 (w1 w0 w2) since 100: before its training for 80 s; w0, w2 wait for it
 # one that has never spoken
 3: w1 silent S; 100
-> 180 w1 (w1 w0 w2) since 100: has not started: silent for 80 s (its process sleeps)
+> 180 w1 (w1 w0 w2) since 100: has not started: no heartbeat for 80 s (its process sleeps)
 # one that has no process
 3: w1 silent gone; 100
-> 180 w1 (w0 w2) since 100: has not started: silent for 80 s (it has no process)
+> 180 w1 (w0 w2) since 100: has not started: no heartbeat for 80 s (it has no process)
 # one whose libraries load
 3: 3; w1 silent S; 100
-> 183 w1 (w1 w0 w2) since 103: does not answer: silent for 80 s (its process sleeps)
+> 183 w1 (w1 w0 w2) since 103: no heartbeat for 80 s (its process sleeps)
 # one that became another program
 3: 3; w1 silent another; 2000
 > nobody
@@ -95,35 +95,35 @@ ps: w0,w1,p0 import; 2000; w0,w1,p0 rendezvous; 2000; w0,w1,p0 serve; 2000
 > nobody
 # a stopped worker of a ps job
 ps: 5; w1 silent T; c0 steps; 30
-> 125 w1 (c0 w0 p0) since 105: its process is stopped (SIGSTOP), and silent for 20 s; c0 waits for
-> it
+> 125 w1 (c0 w0 p0) since 105: no heartbeat for 20 s (its process is stopped by SIGSTOP); c0 waits
+> for it
 # a stopped ps
 ps: 5; p0 silent T; c0 steps; 30
-> 125 p0 (c0 w0 w1) since 105: its process is stopped (SIGSTOP), and silent for 20 s; c0 waits for
-> it
+> 125 p0 (c0 w0 w1) since 105: no heartbeat for 20 s (its process is stopped by SIGSTOP); c0 waits
+> for it
 # a worker that does not do its work unit
 ps: 5; w1 owes; c0 steps; 30
-> 125 w1 (w1 c0 w0 p0) since 100: its work unit is not done after 20 s
+> 125 w1 (w1 c0 w0 p0) since 100: its work unit is unfinished after 20 s
 # a worker that does not do its first work unit
 ps: 5; w1 owes first; c0 steps; 90
-> 165 w1 (w1 c0 w0 p0) since 100: its work unit is not done after 60 s
+> 165 w1 (w1 c0 w0 p0) since 100: its work unit is unfinished after 60 s
 # a worker that is started again owes nothing
 ps: 5; w1 owes; c0 steps; 30; w1 ends; w1 starts; 5
-> 125 w1 (w1 c0 w0 p0) since 100: its work unit is not done after 20 s
+> 125 w1 (w1 c0 w0 p0) since 100: its work unit is unfinished after 20 s
 # not a chief that waits for a work unit
 ps: c0 step 7; 1; w0 owes; 30
-> 120 w0 (w0 c0 w1 p0) since 100: its work unit is not done after 19 s
+> 120 w0 (w0 c0 w1 p0) since 100: its work unit is unfinished after 19 s
 # after a sleep of the launcher
 3: all step 3; 5; asleep 1000; all steps; 60
 > nobody
 # a task that was stopped before a sleep of the launcher
 3: all step 3; 5; w1 silent T; asleep 1000; 30
-> 1125 w1 (w0 w2) since 105: its process is stopped (SIGSTOP), and silent for 1020 s, last report:
-> in a step after 3 steps; w0, w2 wait for it
+> 1125 w1 (w0 w2) since 105: no heartbeat for 1020 s (its process is stopped by SIGSTOP, last
+> report: in a step after 3 steps); w0, w2 wait for it
 # tasks that wait for the launcher
 3: all step 3; launcher waits; 200; launcher reads; 30
-> 320 w0 (w0 w1 w2) since 100: all 3 tasks are in a step after 3 steps for 220 s, none of them
-> behind
+> 320 w0 (w0 w1 w2) since 100: all 3 tasks are in a step after 3 steps for 220 s, with equal
+> progress
 """
 HANG_S, STARTUP_S = 20.0, 60.0
 WORKERS = tuple(tasks(JOBS["3"]))
@@ -244,7 +244,7 @@ def test_whoever_is_stopped_or_has_not_come_is_told_at_once():
     job.run(2)
     assert job.watchdog.absent(job.now_s) is None
     job.run(5)
-    looks = "has not started: silent for 7 s (its process sleeps)"
+    looks = "has not started: no heartbeat for 7 s (its process sleeps)"
     assert job.watchdog.absent(job.now_s) == (w1, looks)
     job.silent.clear()
     job.run(1)

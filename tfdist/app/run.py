@@ -60,7 +60,7 @@ def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str
     task = read_environment(environ)
     directory = RunDirectory(_run_dir(config, task, now=datetime.now(UTC)))
     if overwrite and restarts(environ):
-        logger.info("started again: --overwrite was for the first start, the run goes on")
+        logger.info("restarted: ignoring --overwrite and resuming the run")
         overwrite = False
     chief = task is None or not task.cluster.tasks() or task.task == task.cluster.chief_task
     claim, seed = None, 0
@@ -179,7 +179,7 @@ def _fit(
     losses = history.history.get("loss", [])
     if losses and not math.isfinite(losses[-1]):
         raise TfdistError(
-            f"training: the loss became {losses[-1]} in virtual epoch {len(losses)}. "
+            f"training: the loss is {losses[-1]} in virtual epoch {len(losses)}. "
             "Fix: lower learning_rate, or set clip_norm"
         )
     has_ended = stopping is not None and (
@@ -281,7 +281,7 @@ def _ps_summary(model: keras.Model, job: Job) -> dict[str, Any]:
 
 def _show_finished(directory: RunDirectory) -> dict[str, Any]:
     summary = directory.read_summary() or {}
-    logger.info("the run in %s is finished; --overwrite runs it again", directory.path)
+    logger.info("the run in %s is finished; pass --overwrite to run it again", directory.path)
     path = str(directory.plot_file) if directory.plot_file.exists() else None
     show_result(summary, run_dir=str(directory.path), plot=path)
     return summary

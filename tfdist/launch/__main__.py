@@ -18,7 +18,7 @@ _LIMITS = {
     errno.EAGAIN: "raise the limit of processes (ulimit -u)",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENOMEM: "give the launcher more memory",
-    errno.ENOSPC: "make room",
+    errno.ENOSPC: "free disk space",
 }
 """Errors of the machine that can happen anywhere in the launcher, and their fixes."""
 

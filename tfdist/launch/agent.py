@@ -53,9 +53,8 @@ def _serve(pipe: Pipe, *, address: str) -> int:
     except OSError as error:
         raise UsageError(
             "working directory",
-            received=f"{first['cwd']}, which cannot be entered here ({error.strerror})",
-            expected="the directory of the launcher at the same path on all hosts",
-            fix="share it between the hosts, or start the job in a directory that is shared",
+            f"this host cannot enter {first['cwd']} ({error.strerror})",
+            fix="start the job in a directory that all hosts share at the same path",
             code="no-directory",
         ) from None
     os.environ.update(first["env"])
@@ -93,8 +92,7 @@ def lock_host(run_dir: str, host: str, *, within_s: float, pipe: Pipe) -> int:
     except OSError as error:
         raise UsageError(
             path,
-            received=f"a file that cannot be opened ({error.strerror})",
-            expected="a file of this user",
+            f"this user cannot open the lock file ({error.strerror})",
             fix="remove it, or set TMPDIR on this host to a directory of your own",
             code="not-writable",
         ) from None

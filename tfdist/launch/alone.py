@@ -84,11 +84,10 @@ def mistake(first: str, second: str, *, where: str) -> UsageError:
     """Return the error for two tasks that train separate models."""
     return UsageError(
         where,
-        received=f"a model of its own in {second}, while {first} trains another copy",
-        expected="one model for all tasks of the job: no task called tfdist.make_strategy()",
-        fix="add the line strategy = tfdist.make_strategy() before the model is made, and the line "
-        "with strategy.scope(): around the model and its compile; or start with --independent "
-        "if each task is to train and write files by itself",
+        f"{second} and {first} train separate models, as no task called tfdist.make_strategy()",
+        fix="add the line strategy = tfdist.make_strategy() before the model, and the line with "
+        "strategy.scope(): around the model and its compile, or pass --independent to train a "
+        "separate model in each task",
         code="independent-trainings",
     )
 

@@ -139,7 +139,7 @@ class RootCause:
             code = exit_code_of(ended.status)
         cause = _cause(raised, ended)
         if ended is None and is_overdue:
-            cause += ", and its process does not end"
+            cause += ", and its process does not exit"
         at_s = raised.at_s if raised else ended.at_s if ended else self._moments[task]
         kind = f"{raised.exit_code}: {raised.cause}" if raised else ""
         return Failure(task=task, cause=cause, exit_code=code, at_s=at_s, kind=kind)
@@ -171,13 +171,13 @@ def root_of(failure: Failure, watchdog: Watchdog) -> Failure:
     if not has_missed and not is_lost_peer(failure.cause):
         return failure
     if stopped := watchdog.stopped():
-        cause = f"stopped (SIGSTOP), and {failure.task} lost it: {failure.cause}"
+        cause = f"stopped (SIGSTOP), and {failure.task} lost the connection: {failure.cause}"
         return dataclasses.replace(failure, task=stopped, cause=cause, kind="stopped")
     absent = watchdog.absent(failure.at_s) if has_missed else None
     if absent is None:
         return failure
     task, looks = absent
-    cause = f"{looks}, and {failure.task} gave up: {failure.cause}"
+    cause = f"{looks}, and {failure.task} failed: {failure.cause}"
     return dataclasses.replace(failure, task=task, cause=cause, kind="absent")
 
 
@@ -187,22 +187,24 @@ WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
 _DOING = {
     "barrier": "waiting for its peers",
     "callback": "in a callback",
-    "done": "done with its training",
-    "import": "not in its training yet",
+    "done": "after its training",
+    "import": "before its training",
     "rendezvous": "waiting for its peers to start",
     "save": "saving",
     "serve": "serving the chief",
     "step": "in a step",
-    "sum": "at a sum with its peers",
+    "sum": "in a sum with its peers",
     "trace": "tracing",
     "validate": "validating",
 }
 _PROCESS_STATES: dict[str | None, str] = {
     "R": "its process runs",
     "S": "its process sleeps",
+    "T": "its process is stopped by SIGSTOP",
+    "t": "a debugger holds its process",
     "D": "its process waits for a disk",
-    "Z": "its process has ended, and its parent does not say so",
-    "": "its process has become another program",
+    "Z": "its process has exited, but its parent did not report it",
+    "": "its process runs another program",
 }
 
 
@@ -246,16 +248,12 @@ class Watched:
 
 def _silent_cause(task: Watched, now_s: float) -> str:
     """Return a description of a silent task: its process state and last report."""
-    for_ = f"for {now_s - task.beat_s:.0f} s"
-    last = f", last report: {task.doing}" if task.phase != "import" else ""
-    if task.state == "t":
-        return f"its process is held by a debugger, and silent {for_}{last}"
-    if task.is_stopped:
-        return f"its process is stopped (SIGSTOP), and silent {for_}{last}"
+    silent = f"no heartbeat for {now_s - task.beat_s:.0f} s"
     process = _PROCESS_STATES.get(task.state, "it has no process")
-    if not task.has_spoken:
-        return f"has not started: silent {for_} ({process})"
-    return f"does not answer: silent {for_} ({process}){last}"
+    if not task.has_spoken and not task.is_stopped:
+        return f"has not started: {silent} ({process})"
+    last = f", last report: {task.doing}" if task.phase != "import" else ""
+    return f"{silent} ({process}{last})"
 
 
 def _last_of(waiting: Sequence[Watched], *, chief: Task, now_s: float) -> tuple[Watched, str]:
@@ -269,7 +267,7 @@ def _last_of(waiting: Sequence[Watched], *, chief: Task, now_s: float) -> tuple[
     if len(waiting) == 1:
         return one, f"{one.doing} for {_age(one, now_s)}"
     age = min(now_s - task.since_s for task in waiting)
-    return one, f"all {len(waiting)} tasks are {one.doing} for {age:.0f} s, none of them behind"
+    return one, f"all {len(waiting)} tasks are {one.doing} for {age:.0f} s, with equal progress"
 
 
 def _age(task: Watched, now_s: float) -> str:
@@ -494,7 +492,7 @@ class Watchdog:
             return suspect, _silent_cause(suspect, now_s) + _text_of_waiting(waiting, but=suspect)
         if owing := self._overdue_work(now_s, early_s=LATE_S):  # the chief may have been late first
             suspect, since_s = min(owing, key=lambda owed: owed[1])
-            return suspect, f"its work unit is not done after {now_s - since_s:.0f} s"
+            return suspect, f"its work unit is unfinished after {now_s - since_s:.0f} s"
         if busy := [t for t in self._tasks() if self._busy(t) and self._is_late(t, now_s)]:
             suspect = min(busy, key=lambda task: (task.steps, task.since_s))
             cause = f"{suspect.doing} for {_age(suspect, now_s)}"

@@ -186,7 +186,7 @@ def task_of(name: object) -> Task:
     """Return the task for a name such as ``worker-1``, or raise ValueError."""
     match = _TASK.fullmatch(name) if isinstance(name, str) else None
     if match is None:
-        raise ValueError("no task's name")
+        raise ValueError("not a task name")
     return Task(match[1], int(match[2]))  # UsageError, which is a ValueError
 
 
@@ -323,7 +323,7 @@ def signal_name(signum: int) -> str:
 
 def request_name(signum: int) -> str:
     """Return the text for a stop request. SIGPIPE means that the launcher's output is closed."""
-    return "its output is closed" if signum == signal.SIGPIPE else signal_name(signum)
+    return "the launcher's output was closed" if signum == signal.SIGPIPE else signal_name(signum)
 
 
 def exit_code_of(status: int) -> int:

@@ -69,9 +69,9 @@ def main(argv: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:
-            _log(f"{name} is left to the tasks: {type(error).__name__}: {error}")
+            _log(f"cannot import {name}, so the tasks import it: {type(error).__name__}: {error}")
     if more and count_threads() > 1:
-        _log(f"threads after importing {', '.join(more)}: begun anew without")
+        _log(f"importing {', '.join(more)} started threads; restarting without these modules")
         command = _command(control, modules)
         os.execv(command[0], command)
     os.set_inheritable(control.fileno(), False)
@@ -98,7 +98,7 @@ def import_once(modules: Sequence[str]) -> None:
         importlib.import_module(name)
     threads = count_threads()
     if threads > 1:  # other threads, and their locks, do not survive a fork
-        _log(f"{threads} threads after the imports, where 1 was expected")
+        _log(f"{threads} threads run after the imports, expected 1; tasks may hang")
     # Freeze shared objects, so that a task's garbage collector does not copy their pages. Collect
     # nothing before: this is slow, and tasks would fill the freed memory and so copy its pages.
     gc.freeze()
@@ -167,7 +167,7 @@ class _Server:
         try:
             pid = os.fork()
         except OSError as error:
-            pid, cause = -1, f"cannot be forked: {error.strerror}"
+            pid, cause = -1, f"cannot fork: {error.strerror}"
             self._report(Ended(task=task, status=1, at_s=time.monotonic(), cause=cause))
         if pid == 0:
             self._become_task(request, server=server, output_fd=fds[0], notes_fd=fds[1])
@@ -466,7 +466,7 @@ class ForkStarter:
         self._is_over = True
         tasks, self._tasks = sorted(self._tasks), set()
         why = self._cause_of_kill(self.pid) if self.pid else ""
-        cause = f"the fork server has ended{', ' * bool(why)}{why}: see {self._log_path}"
+        cause = f"the fork server exited{', ' * bool(why)}{why}: see {self._log_path}"
         now_s = self._clock()
         status = -signal.SIGKILL
         return [Ended(task=task, status=status, at_s=now_s, cause=cause) for task in tasks]

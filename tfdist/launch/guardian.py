@@ -128,9 +128,9 @@ class GuardianClient:
             return
         if self._starts >= _MAX_STARTS:
             self._process = None
-            self._say("the guardian keeps being killed; without it kill -9 may leave processes")
+            self._say("guardian: killed too often; kill -9 of the launcher may now leave processes")
             return
-        self._say("the guardian process was killed; another one has been started")
+        self._say("guardian: killed; started a new guardian")
         self._start()
         self._tell_sessions()
 

@@ -56,12 +56,12 @@ def reach(ports: Iterable[int]) -> str:
     servers = f"TensorFlow's servers (ports {named(ports)}) run any request that reaches them"
     if kernel_filters():
         return (
-            f"{servers}: every user of this machine can send one, other machines cannot. "
-            "--isolate keeps other users out"
+            f"{servers}: every user of this machine can send requests, other machines cannot. "
+            "Use --isolate to keep other users out"
         )
     return (
-        f"{servers}: every machine of the network can send one, as this kernel has no socket "
-        "filters. --isolate closes the ports"
+        f"{servers}: every machine of the network can send requests, because this kernel has no "
+        "socket filters. Use --isolate to close the ports"
     )
 
 
@@ -84,9 +84,8 @@ def isolate(environ: Mapping[str, str]) -> str:
     except OSError as error:
         raise UsageError(
             "--isolate",
-            received=f"a kernel that refuses it ({error.strerror})",
-            expected="leave to make a network namespace",
-            fix="allow user namespaces (sysctl user.max_user_namespaces, user.max_net_namespaces, "
+            f"the kernel refused to create a network namespace ({error.strerror})",
+            fix="enable user namespaces (sysctl user.max_user_namespaces, user.max_net_namespaces, "
             "kernel.apparmor_restrict_unprivileged_userns), or leave --isolate out",
             code="refused-by-kernel",
         ) from None
@@ -95,7 +94,7 @@ def isolate(environ: Mapping[str, str]) -> str:
         fix = "install slirp4netns" if os.geteuid() == 0 else "install passt or slirp4netns"
         return (
             f"--isolate: connections to other machines fail (downloads, MLflow, W&B): {failure}. "
-            f"Fix: {fix}, or have the data on this machine"
+            f"Fix: {fix}, or store the data on this machine"
         )
     if resolver:
         with contextlib.suppress(OSError):  # then only host names fail
@@ -147,7 +146,7 @@ class _Helper:
         self._process.kill()
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").split("\n")
-        return f"{self.name}: {next(filter(str.strip, reversed(lines)), 'it does not answer')}"
+        return f"{self.name}: {next(filter(str.strip, reversed(lines)), 'it does not respond')}"
 
     def _is_connected(self) -> bool:
         if self.name == "pasta":  # its first process exits after a successful start

@@ -100,7 +100,7 @@ def run_job(
         _remark(line)
     unread = [n for n in settings.NAMES if n not in _READ and settings.text(environ, n)]
     if unread:
-        _remark(f"{', '.join(unread)}: not used, as the launcher goes by its flags")
+        _remark(f"{', '.join(unread)}: ignored, because the launcher reads only its flags")
     options, group = decided_group(with_variables(options, environ), environ)
     job, group = _described(
         options, group, environ, run_dir=chosen_run_dir(options.run_dir), search=search
@@ -200,12 +200,12 @@ def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
         command = f"python {'-m ' * program.is_module}{program.target}"
         raise UsageError(
             tf_config.VARIABLE,
-            received=f"{config.task} of a job of {count} tasks, and the launcher",
-            expected="one of the two: the launcher starts all tasks of a job itself",
+            f"this process is {config.task} of a job with {count} tasks, but the launcher would "
+            "start all tasks again",
             fix=f"start {command} without the launcher, or unset TF_CONFIG",
             code="nested-launcher",
         )
-    _remark("TF_CONFIG is in the environment and not used: each task gets one of this job")
+    _remark("TF_CONFIG: ignored, because the launcher sets it for each task")
 
 
 def _remark(line: str) -> None:
@@ -218,9 +218,8 @@ def _working_directory() -> str:
     except OSError as error:
         raise UsageError(
             "working directory",
-            received=f"one that cannot be found ({error.strerror})",
-            expected="a directory that is there, in which the tasks run",
-            fix="change to one (cd)",
+            f"the launcher cannot find it ({error.strerror})",
+            fix="change to an existing directory (cd)",
             code="no-directory",
         ) from None
 
@@ -252,7 +251,7 @@ def _show(job: JobDescription, group: Group, specs: Sequence[ProcessSpec]) -> in
     head = f"# strategy {job.strategy}, run directory {job.run_dir}\n"
     if group.others:
         hosts = ", ".join(h for h, n in zip(group.hosts, group.slots, strict=True) if n)
-        head += f"# on {hosts}; names and ports stand for those that the agents choose\n"
+        head += f"# on {hosts}; names and ports are placeholders until the agents choose them\n"
     print(f"{head}\n{render(specs)}", flush=True)
     return 0
 
@@ -482,7 +481,7 @@ class JobRun:
             return attempt.exit_code
         for event in self._team.wait(0):
             if isinstance(event, StopRequest):
-                self._screen.say(f"{request_name(event.signum)}: not started again")
+                self._screen.say(f"{request_name(event.signum)}: not restarting")
                 return exit_code_for(event.signum)
         try:
             stop_signal = self._team.gather()
@@ -495,11 +494,11 @@ class JobRun:
         except TfdistError as error:
             return self._not_again(error, attempt.exit_code)
         self._policy.restarted(attempt.failure)
-        self._screen.say(f"started again as attempt {self._run_dir.attempt} ({attempt.restart})")
+        self._screen.say(f"restarting as attempt {self._run_dir.attempt} ({attempt.restart})")
         return logs
 
     def _not_again(self, error: TfdistError, exit_code: int) -> int:
-        self._screen.say(f"not started again: {error}")
+        self._screen.say(f"not restarting: {error}")
         return exit_code
 
     def _write(self, exit_code: int | None) -> None:
@@ -507,7 +506,7 @@ class JobRun:
         try:
             self._write_report(exit_code)
         except OSError as error:
-            self._screen.say(f"{self._report_file}: cannot be written: {error.strerror}")
+            self._screen.say(f"cannot write {self._report_file}: {error.strerror}")
 
     def _write_report(self, exit_code: int | None) -> None:
         """Write the report atomically. `exit_code` is None while the job runs."""

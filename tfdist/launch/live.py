@@ -240,18 +240,22 @@ class LiveStatus:
 _METRICS_TYPE = "text/plain; version=0.0.4"
 
 _OF_JOB = (
-    ("at", "tfdist_status_timestamp_seconds", "When the launcher wrote this, in Unix time."),
-    ("attempt", "tfdist_attempt", "Number of the job's present attempt."),
-    ("step", "tfdist_job_step", "Steps of the job."),
+    ("at", "tfdist_status_timestamp_seconds", "Unix time at which the launcher wrote this status."),
+    ("attempt", "tfdist_attempt", "Number of the job's current attempt."),
+    ("step", "tfdist_job_step", "Finished steps of the job."),
 )
 _OF_TASK = (
-    ("step", "tfdist_step", "Optimizer steps that the task has done."),
-    ("steps_per_s", "tfdist_steps_per_second", "Steps per second of the last 15 s."),
+    ("step", "tfdist_step", "Finished optimizer steps of the task."),
+    ("steps_per_s", "tfdist_steps_per_second", "Steps per second in the last 15 s."),
     ("memory_bytes", "tfdist_memory_bytes", "Resident memory of the task's process."),
-    ("peak_memory_bytes", "tfdist_memory_peak_bytes", "The most of it that was seen."),
-    ("silent_s", "tfdist_heartbeat_age_seconds", "Since the task's last heartbeat."),
-    ("phase_s", "tfdist_phase_age_seconds", "Since the task's last progress."),
-    ("restarts", "tfdist_task_restarts", "How often it was restarted alone."),
+    (
+        "peak_memory_bytes",
+        "tfdist_memory_peak_bytes",
+        "Peak resident memory of the task.",
+    ),
+    ("silent_s", "tfdist_heartbeat_age_seconds", "Seconds since the task's last heartbeat."),
+    ("phase_s", "tfdist_phase_age_seconds", "Seconds since the task's last progress."),
+    ("restarts", "tfdist_task_restarts", "Number of restarts of only this task."),
 )
 
 
@@ -265,8 +269,8 @@ def prometheus_text(status: Mapping[str, Any]) -> str:
         if status.get(key) is not None:
             Gauge(name, about, registry=registry).set(status[key])
     gauges = {key: Gauge(name, about, labels, registry=registry) for key, name, about in _OF_TASK}
-    up = Gauge("tfdist_task_up", "Whether the task runs.", labels, registry=registry)
-    about = "1 for the phase that the task is in."
+    up = Gauge("tfdist_task_up", "1 if the task is running.", labels, registry=registry)
+    about = "1 for the task's current phase."
     phase_of = Gauge("tfdist_task_phase", about, (*labels, "phase"), registry=registry)
     for task in tasks:
         named = [task[label] or "" for label in labels]

@@ -139,8 +139,7 @@ def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
     if options.evaluator and strategy in ("single", "mirrored"):
         raise UsageError(
             "--evaluator",
-            received=f"a job of one process ({strategy})",
-            expected="a job whose tasks have addresses",
+            f"a {strategy} job has only one process, so an evaluator cannot join it",
             fix="leave --evaluator out, or use --strategy ps, multiworker or pipeline",
             code="exclusive",
         )
@@ -260,8 +259,7 @@ def _divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]
     if each * len(workers) > len(gpus) and not shared:
         raise UsageError(
             "--workers" if job.options.devices_per_worker is None else "--devices_per_worker",
-            received=f"{len(workers)} workers with {each} GPUs each",
-            expected=f"at most {len(gpus)} GPUs in all",
+            f"{len(workers)} workers with {each} GPUs each need more than {len(gpus)} GPUs",
             fix="use fewer, or set CUDA_VISIBLE_DEVICES=-1 to use CPUs",
             code="too-few-gpus",
         )

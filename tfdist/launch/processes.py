@@ -218,7 +218,7 @@ class JobProcesses:
                 try:
                     self._start(self._specs[task], log=action.log_name)
                 except OSError as error:
-                    cause = f"cannot be started: {error.strerror or error}"
+                    cause = f"cannot start: {error.strerror or error}"
                     return Ended(task=task, status=1, at_s=self._clock(), cause=cause)
             case Signal(task=task, signum=signum):
                 self._signal(task, signum)
@@ -313,7 +313,7 @@ class JobProcesses:
         """End the attempt: kill its remaining processes and read the remaining output."""
         left = self._guard.end_all(keep=self._starter.pid or 0)
         if left:
-            self._screen.say(f"cannot be killed: processes {', '.join(map(str, left))}")
+            self._screen.say(f"cannot kill processes {', '.join(map(str, left))}")
         for fd in list(self._pipes):
             self._read_all(fd)
         for fd in list(self._pipes):  # a process that cannot be killed has it open

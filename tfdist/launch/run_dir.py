@@ -68,9 +68,8 @@ class RunDir:
         except Held:
             raise UsageError(
                 "--run_dir",
-                received=f"{path}, where a job runs",
-                expected="a directory of its own",
-                fix="wait until that job has ended, or give this one another --run_dir",
+                f"another job is running in {path}",
+                fix="wait until that job ends, or pass another --run_dir",
                 code="run-dir-in-use",
             ) from None
         self.attempt = 0
@@ -95,12 +94,11 @@ class RunDir:
 def not_writable(path: Path, error: OSError) -> TfdistError:
     """Return the error for a run directory that is not writable."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):  # not a usage error: a retry may succeed
-        return TfdistError(f"--run_dir {path}: {error.strerror}. Fix: make room, or give another")
+        return TfdistError(f"--run_dir {path}: {error.strerror}. Fix: free disk space")
     return UsageError(
         "--run_dir",
-        received=f"{path} ({error.strerror})",
-        expected="a directory that can be written to",
-        fix="give another one with --run_dir",
+        f"cannot write to {path} ({error.strerror})",
+        fix="pass another --run_dir",
         code="not-writable",
     )
 

@@ -218,7 +218,7 @@ class TaskOutput:
             while data and self._log_fd >= 0:
                 data = data[os.write(self._log_fd, data) :]
         except OSError as error:
-            self._writer.say(f"{self.log_path}: cannot be written: {error.strerror}; going on")
+            self._writer.say(f"cannot write {self.log_path}: {error.strerror}; continuing")
             with contextlib.suppress(OSError):
                 os.close(self._log_fd)
             self._log_fd = -1

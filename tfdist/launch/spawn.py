@@ -76,9 +76,8 @@ def spawn(
     if MARK in os.environ:
         raise UsageError(
             "tfdist.spawn",
-            received="a call inside a task of a job",
-            expected="a call outside of any job: it starts the tasks itself",
-            fix="call the function itself here",
+            "a task of a job cannot start another job",
+            fix="call the function directly",
             code="nested-spawn",
         )
     run_dir = chosen_run_dir(options.pop("run_dir", None))
@@ -112,9 +111,8 @@ def _flags(
         if name not in _OPTIONS:
             raise UsageError(
                 "tfdist.spawn",
-                received=f"{name}={near(name, _OPTIONS)}",
-                expected="the launcher's flags as keywords",
-                fix="see python -m tfdist.launch --help; arguments of the function come before",
+                f"the launcher has no option {name!r}{near(name, _OPTIONS)}",
+                fix="see python -m tfdist.launch --help, and pass fn's arguments by position",
                 code="unknown-option",
             )
     several = strategy in ("multiworker", "ps")
@@ -162,8 +160,8 @@ def _failed(
 ) -> JobFailed:
     """Return the error for a failed job, from its report and its tasks' answers."""
     if failure is None:  # the launcher rejected the job, or a signal stopped it
-        said = lines[-1].removeprefix("[launch] ") if lines else "it said nothing"
-        return JobFailed(f"the job ended with exit code {code}: {said}", exit_code=code)
+        said = lines[-1].removeprefix("[launch] ") if lines else "no output"
+        return JobFailed(f"the job failed with exit code {code}: {said}", exit_code=code)
     task = failure["task"]
     errors = [answer for answer in answers if answer["kind"] == "error" and answer["task"] == task]
     trace = errors[-1]["traceback"] if errors else ""

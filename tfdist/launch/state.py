@@ -60,11 +60,11 @@ class RestartPolicy:
             return RestartVerdict()
         if failure.exit_code == EXIT_USAGE:
             return RestartVerdict(
-                reason=f"exit code {EXIT_USAGE} is a mistake that would be made again"
+                reason=f"exit code {EXIT_USAGE} is a mistake, which a restart would repeat"
             )
         if failure.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
             return RestartVerdict(
-                reason=f"exit code {failure.exit_code} is that of a task that was asked to stop"
+                reason=f"exit code {failure.exit_code} means that a signal stopped the task"
             )
         if self._is_repeated(failure, alone=alone):
             place = "before the first step" if failure.step is None else f"at step {failure.step}"
@@ -72,8 +72,8 @@ class RestartPolicy:
         used = sum(failure.at_s - past.at_s <= self._window_s for past in self._restarted)
         within = f"within {self._window_s:g} s"
         if used >= self._max_restarts:
-            restarts = f"all {used} restarts" if used > 1 else "the one restart"
-            return RestartVerdict(reason=f"{restarts} {within} used up")
+            restarts = f"all {used} restarts" if used > 1 else "the only restart"
+            return RestartVerdict(reason=f"used {restarts} {within}")
         return RestartVerdict(
             restart=True, reason=f"restart {used + 1} of {self._max_restarts} {within}"
         )

@@ -150,7 +150,7 @@ class _Decision:
             state.root_cause.forget(task)
             if not state.is_ps or task in (state.chief, EVALUATOR):
                 return
-            ended = replace(ended, cause="ended before the chief (exit code 0)")
+            ended = replace(ended, cause="exited before the chief (exit code 0)")
         state.root_cause.ended(ended, since_s=self._since_s, now_s=self._now_s)
 
     def _see_chief_done(self) -> None:
@@ -179,11 +179,11 @@ class _Decision:
         state.stop_signal = signum
         name = request_name(signum)
         if state.verdict.restart:
-            self._say(f"{name}: not started again")
+            self._say(f"{name}: not restarting")
             return
         running, grace_s, chief = state.running, state.grace_s, state.chief
         tasks = f"{len(running)} tasks" if len(running) > 1 else "the task"
-        self._say(f"{name}: ending {tasks} within {grace_s:g} s (a second signal kills at once)")
+        self._say(f"{name}: stopping {tasks} within {grace_s:g} s (a second signal kills at once)")
         # Workers and ps of a ps job keep running until the chief has saved and exited.
         is_saving = state.is_ps and state.is_running(chief)
         servers = set(running) - {chief} if is_saving else set()
@@ -229,7 +229,7 @@ class _Decision:
         due_s = self._now_s + (STACKS_S if stuck else 0.0)
         self._state.hang = PendingHang(failure=failure, stuck=stuck, due_s=due_s)
         if stuck:
-            self._say(f"{failure.task}: {failure.cause}; the stacks of {named(stuck)}:")
+            self._say(f"{failure.task}: {failure.cause}; Python stacks of {named(stuck)}:")
         for task in stuck:
             self._do(AskForStacks(task))
 
@@ -260,7 +260,7 @@ class _Decision:
         if state.verdict.restart:
             within_s = min(within_s, RESTART_GRACE_S)
         elif state.verdict.reason:
-            self._say(f"not started again: {state.verdict.reason}")
+            self._say(f"not restarting: {state.verdict.reason}")
         self._stop(signal.SIGTERM, within_s=within_s, but=but)
 
     def _first(self, failure: Failure) -> Failure:
@@ -318,7 +318,7 @@ class _Decision:
         records = state.tasks[task].records
         records.append(TaskRecord(task=task, restart=len(records)))
         log = state.logs / Start(task, records[-1].restart).log_name
-        self._say(f"{task} failed: {failure.cause}; started again alone, {reason}: {log}")
+        self._say(f"{task} failed: {failure.cause}; restarting only this task, {reason}: {log}")
         self._start(task)
 
     def _start(self, task: Task) -> None:
@@ -334,8 +334,8 @@ class _Decision:
         workers = state.other_workers({task})
         others = "without it" if task == EVALUATOR else f"with {named(workers)}"
         reason = "" if verdict.restart else verdict.reason
-        why = f" (not started again: {reason})" if reason else ""
-        self._say(f"{task} failed: {failure.cause}; going on {others}{why}")
+        why = f" (not restarting: {reason})" if reason else ""
+        self._say(f"{task} failed: {failure.cause}; continuing {others}{why}")
 
     # the end
 
@@ -369,7 +369,7 @@ class _Decision:
         # After the chief has exited, TensorFlow may block SIGTERM in workers and ps.
         is_served_out = state.is_ps and not state.is_running(state.chief)
         if not is_served_out and not state.verdict.restart:
-            self._say(f"killed, as still running: {named(state.running)}")
+            self._say(f"{named(state.running)} did not exit within the grace period; killed")
         self._kill()
 
     @property
@@ -380,7 +380,7 @@ class _Decision:
         state = self._state
         waited_s = self._straggler_s
         late = [t for t in state.running if t != EVALUATOR and not state.serves_nobody(t)]
-        cause = f"still running {waited_s:g} s after {state.chief} was done"
+        cause = f"still running {waited_s:g} s after {state.chief} exited"
         if late:
             cause += f": {named(late)}"
         task = late[0] if late else EVALUATOR
@@ -444,9 +444,9 @@ class Supervisor:
             gone = (task for task in state.tasks if not self._processes.can_start(task))
             self._awake(Awakening(at_s=self._clock(), events=events, unreachable=frozenset(gone)))
         if state.has_running:
-            self._screen.say(f"cannot be killed: {named(state.running)}")
+            self._screen.say(f"cannot kill {named(state.running)}")
         if not state.exit_code and state.lost:
-            self._screen.say(f"done without {named(lost.task for lost in state.lost)}")
+            self._screen.say(f"finished without {named(lost.task for lost in state.lost)}")
 
     def _awake(self, awakening: Awakening) -> None:
         done = [self._perform(action) for action in decide(self._state, awakening)]

@@ -44,7 +44,7 @@ class Room:
                     self._given.clear()
                     await self._given.wait()
         except TimeoutError:
-            message = "Requests use all memory that they may have, try again later"
+            message = "The memory for requests is full, try again later"
             raise RequestError(Code.RESOURCE_EXHAUSTED, message) from None
         self.left_bytes -= size_bytes
 
@@ -172,7 +172,7 @@ class Dispatcher:
         if self.waiting >= self._limits.requests:
             ticket.held.shrink()
             self.counts["rejected"] += 1
-            message = f"The queue is full: {self.waiting} requests wait, try again later"
+            message = f"The queue is full: {self.waiting} requests are waiting, try again later"
             raise RequestError(Code.RESOURCE_EXHAUSTED, message)
         self._waiting.append(ticket)
         self.pump()
@@ -203,7 +203,7 @@ class Dispatcher:
             ticket.deaths += 1
             if ticket.deaths >= MAX_DEATHS:
                 self.counts["poisonous"] += 1
-                message = f"{ticket.deaths} replicas ended while they had this request"
+                message = f"{ticket.deaths} replicas exited while computing this request"
                 self._end(ticket, RequestError(Code.INTERNAL, message))
             else:
                 self.counts["retried"] += 1
@@ -265,7 +265,7 @@ class Dispatcher:
             ticket.held.shrink()
             return False
         if ticket.version not in (None, self.status.served):
-            message = f"Version {ticket.version} is served no more"
+            message = f"Version {ticket.version} is no longer served"
             self._end(ticket, RequestError(Code.NOT_FOUND, message))
             return False
         id = next(self._ids)

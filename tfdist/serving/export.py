@@ -101,14 +101,14 @@ def export_model(
     except Exception as error:
         if is_drawn:
             error.add_note(
-                "export_model drew these examples. Fix: pass samples=..., a few of yours"
+                "export_model used random examples. Fix: pass samples=..., a few real examples"
             )
         raise
     path = ""
     if job.is_chief:
         directory, name = Path(directory), name or model.name
         with (
-            one_line_errors(f"export: cannot write in {directory}"),
+            one_line_errors(f"export: cannot write to {directory}"),
             _publishing(directory, name, version) as (target, unfinished),
         ):
             export = _write(model if job.kind == "single" else _copy(model), nest, unfinished)
@@ -159,16 +159,16 @@ def _checked(export: _Export, samples: Any, wanted: Any, *, apart: Any) -> dict[
     for name, value in first.items():
         if not np.array_equal(value, again[name], equal_nan=value.dtype.kind == "f"):
             raise TfdistError(
-                f"export: output {name!r} differs between two calls with one request: a layer "
-                "draws at random or keeps a state, though training=False; nothing is published"
+                f"export: output {name!r} differs between two calls with the same input; not "
+                "published. Fix: remove random numbers and state from calls with training=False"
             )
     _require_equal(first, wanted)
     by_example = _is_by_example(export, apart)
     if not by_example:
         _LOG.warning(
-            "export: what an example is answered depends on the others of its batch, or cannot be "
-            "tried without samples that differ; tfdist serve puts no two requests into one batch, "
-            "TensorFlow Serving must be started without --enable_batching"
+            "export: an example's outputs depend on its batch, or the check needs samples=... with "
+            "different examples; tfdist.serve will compute each request separately. Start "
+            "TensorFlow Serving without --enable_batching"
         )
     return {
         "by_example": by_example,
@@ -208,8 +208,8 @@ def _warn_of_others(target: Path, manifest: Mapping[str, Any]) -> None:
         for key in ("inputs", "outputs"):
             if found[key] != manifest[key]:
                 _LOG.warning(
-                    "export: version %s has %s %s, version %s has %s. Clients of version %s may "
-                    "fail: tell them before a service takes version %s over",
+                    "export: version %s has %s %s, but version %s has %s; clients of version %s "
+                    "may fail when a service loads version %s",
                     *(target.name, key, manifest[key], before, found[key], before, target.name),
                 )
 
@@ -219,9 +219,8 @@ def _inputs_of(model: keras.Model, samples: Any) -> Any:
     require(
         model.built,
         "export_model",
-        received=f"model {model.name!r}, which has no weights yet",
-        expected="a built model",
-        fix="give it an Input, or train it first",
+        f"model {model.name!r} is not built",
+        fix="add a keras.Input, or train the model first",
         code="not-built",
     )
     nest = getattr(model, "_inputs_struct", None)  # only a functional model has it
@@ -230,9 +229,8 @@ def _inputs_of(model: keras.Model, samples: Any) -> Any:
     if nest is None and samples is None:
         raise UsageError(
             "export_model",
-            received=f"model {model.name!r}, of which nothing says what inputs it takes",
-            expected="samples",
-            fix="pass samples=..., a few examples as the model's call takes them",
+            f"the inputs of the subclassed model {model.name!r} are unknown",
+            fix="pass samples=..., a few examples in the structure of the model's inputs",
             code="no-samples",
         )
     has_names = nest is not None and not isinstance(nest, dict)
@@ -251,9 +249,8 @@ def _inputs_of(model: keras.Model, samples: Any) -> Any:
     require(
         len({*names}) == len(names) and not wrong,
         "export_model",
-        received=f"inputs {', '.join(names)}, as a signature has their names",
-        expected="a name for each, with a letter or digit first, not self nor a keyword of Python",
-        fix="give the inputs other names",
+        f"the input names {', '.join(names)} are not valid in a signature",
+        fix="rename them: unique, a letter or digit first, not self or a Python keyword",
         code="not-a-name",
     )
     return keras.tree.pack_sequence_as(nest, specs)
@@ -312,16 +309,16 @@ def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
     shapes, others = [value.shape for value in found.values()], [like.shape for like in flat]
     if shapes != others:
         raise TfdistError(
-            f"export: outputs have the shapes {shapes}, those of tfdist.predict {others} (a "
-            "predict_step of its own); nothing is published"
+            f"export: outputs have the shapes {shapes}, but tfdist.predict returns {others}; not "
+            "published. Fix: move the model's predict_step into its call"
         )
     for (name, value), like in zip(found.items(), flat, strict=True):
         gap, most = _gap(value, like), _TOLERANCE * max(1.0, _largest(like))
         if not gap <= most:
             raise TfdistError(
-                f"export: output {name!r} differs by {gap:.3g} from tfdist.predict, by more than "
-                f"{most:.3g} (a predict_step of its own, or a layer that goes by something other "
-                "than inputs); nothing is published"
+                f"export: output {name!r} differs from tfdist.predict by {gap:.3g} (limit: "
+                f"{most:.3g}); not published. Fix: move the model's predict_step into its call, "
+                "and make its layers depend only on their inputs"
             )
 
 
@@ -329,7 +326,7 @@ def _copy(model: keras.Model) -> keras.Model:
     classes = {type(layer).__name__: type(layer) for layer in [model, *model._flatten_layers()]}
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "model.keras")
-        fix = "give its classes get_config, as keras.saving asks for"
+        fix = "implement get_config in the model's classes"
         with (
             saveable(model, where="export_model", fix=fix),
             keras.saving.custom_object_scope(classes),
@@ -372,9 +369,8 @@ def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
         require(
             isinstance(value, tf.Tensor),
             "export_model",
-            received=f"output {name!r}: {type(value).__name__}",
-            expected="tensors alone",
-            fix="have the model return it dense, or leave it out",
+            f"output {name!r} is a {type(value).__name__}, not a dense tensor",
+            fix="make the model return a dense tensor, or remove this output",
             code="not-a-tensor",
         )
     halves = (tf.float16, tf.bfloat16)  # clients lack bfloat16, and JSON lacks its NaN
@@ -409,9 +405,8 @@ def _publishing(directory: Path, name: str, version: int | None) -> Iterator[tup
     require(
         re.fullmatch(r"[\w.-]+", name) and not name.startswith("."),
         "name",
-        received=repr(name),
-        expected="letters, digits, dots, dashes and underscores",
-        fix="pass name=..., as it will be in the server's addresses",
+        f"{name!r} is not a valid name for the server's URLs",
+        fix="pass name=... with only letters, digits, dots, dashes and underscores, no dot first",
         code="not-a-name",
     )
     home = directory / name
@@ -442,17 +437,15 @@ def _new_version(home: Path, version: int | None) -> Path:
     require(
         version_number(str(version)),
         "version",
-        received=version,
-        expected="a number below 2**63, as model servers have it",
-        fix="pass a smaller number",
+        f"{version} is too large for model servers",
+        fix="pass a number below 2**63",
         code="too-large",
     )
     require(
         version not in there,
         "version",
-        received=f"{version}, which is in {home} already",
-        expected="a version that is not there",
-        fix="leave version out for the next one; a server may hold that one",
+        f"version {version} already exists in {home}",
+        fix="leave version out to write the next version",
         code="version-exists",
     )
     return home / str(version)
@@ -483,24 +476,24 @@ def read_model(
     UsageError if the file or checkpoint is missing or belongs to another model.
     """
     if source.suffix == ".keras":
+        problem = "--step, --best and --model need checkpoints, not a .keras file"
         require(
             source.is_file() and (step, best, make) == (None, False, None),
             str(source),
-            received="no such file, or --step, --best or --model with it",
-            expected="a file that Keras saved, by itself",
-            fix="check the path; --step, --best and --model are for checkpoints",
+            problem if source.is_file() else "the file does not exist",
+            fix="check the path, and use --step, --best and --model only for checkpoints",
             code="not-a-source",
         )
         origin = {"file": str(source.absolute()), "saved_at": source.stat().st_mtime}
         return load_model_file(source), origin
     config = RunDirectory(source).read_config() if make is None else None
     directory = _checkpoints_in(source)
+    problem = "the directory has no config.json, which describes the model"
     require(
         source.is_dir() and (config is not None or make is not None),
         str(source),
-        received="no such directory" if not source.is_dir() else "a directory without config.json",
-        expected="a .keras file, a run of tfdist.train, or checkpoints with --model",
-        fix="check the path, or say what makes your program's model: --model train.py:make_model",
+        problem if source.is_dir() else "no such directory or .keras file",
+        fix="check the path, or pass the function of your model: --model train.py:make_model",
         code="not-a-source",
     )
     served, trained = (_made_by(make),) * 2 if make is not None else _of_run(config or {})
@@ -510,9 +503,8 @@ def read_model(
         require(
             step is not None,
             f"--best {source}",
-            received="no checkpoint that was marked best",
-            expected="one, as BackupAndRestore(best=...) marks it",
-            fix="leave --best out for the newest one",
+            "the run has no best checkpoint",
+            fix="leave --best out to export the newest, or train with BackupAndRestore(best=...)",
             code="no-best",
         )
     checkpoint = store.read(step)
@@ -547,16 +539,15 @@ def _made_by(make: str) -> keras.Model:
     else:
         model = load_function(make, functools.partial(_bad_make, make))()
     if not isinstance(model, keras.Model) or not model.built:
-        raise _bad_make(make, f"{type(model).__name__} from it")
+        raise _bad_make(make, f"a {type(model).__name__} is not a built keras.Model")
     return model
 
 
-def _bad_make(make: str, received: str) -> UsageError:
+def _bad_make(make: str, problem: str) -> UsageError:
     return UsageError(
         "--model",
-        received=f"{make}: {received}",
-        expected="file.py:function, which returns the built keras.Model that was trained",
-        fix="name the function that the program makes its model with",
+        f"{make}: {problem}",
+        fix="pass FILE.py:FUNCTION, a function that returns the trained model's architecture",
         code="not-a-model",
     )
 

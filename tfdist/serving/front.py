@@ -66,15 +66,15 @@ _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
 _BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _GAUGES = {
     "waiting": "Requests that wait for a replica",
-    "outstanding": "Requests that replicas have",
-    "replicas": "Replicas that take requests",
-    "version": "The version that is served",
+    "outstanding": "Requests at the replicas",
+    "replicas": "Replicas that accept requests",
+    "version": "Served version",
 }
 _COUNTS = {
-    "retried": "Requests that were sent again as their replica had ended",
-    "rejected": "Requests that found the queue full",
+    "retried": "Requests that were retried after their replica exited",
+    "rejected": "Requests that were rejected because the queue was full",
     "expired": "Requests whose deadline passed",
-    "poisonous": "Requests with which two replicas ended",
+    "poisonous": "Requests that failed because two replicas exited",
 }
 
 Message = MutableMapping[str, Any]
@@ -134,20 +134,20 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "tfdist_serving_requests",
-            "Requests that were answered",
+            "Answered requests",
             ["via", "model", "code"],
             registry=self.registry,
         )
         self._seconds = Histogram(
             "tfdist_serving_request_seconds",
-            "From the request to its answer",
+            "Seconds from the request to its answer",
             ["via", "model"],
             buckets=_BUCKETS_S,
             registry=self.registry,
         )
         self.batches = Histogram(
             "tfdist_serving_batch_requests",
-            "Requests that were answered together, as each of them saw it",
+            "Number of requests in the batch of each request",
             ["model"],
             buckets=_BATCHES,
             registry=self.registry,
@@ -245,7 +245,8 @@ class Front:
             for name, model in self.models.items():
                 model.expire()
                 for id in model.hanging():
-                    _LOG.warning("%s: replica %d hangs; its requests go to others", name, id)
+                    text = "%s: replica %d: no answer for %g s; retrying its requests"
+                    _LOG.warning(text, name, id, self.options.limits.hang_s)
                     self.send(end=id)
                     model.lost(id)
                 self._route(model)
@@ -303,7 +304,8 @@ class Front:
         wanted = f"Bearer {self._token}"
         is_right = self._token and hmac.compare_digest(sent.encode(), wanted.encode())
         if self.options.token and not is_right:  # also if the token file is empty
-            raise RequestError(Code.UNAUTHENTICATED, "Send the token: 'Authorization: Bearer ...'")
+            text = "Missing or wrong token: send 'Authorization: Bearer ...'"
+            raise RequestError(Code.UNAUTHENTICATED, text)
 
     # gRPC
 
@@ -366,7 +368,7 @@ class Front:
                 payload = await context.read()
         except TimeoutError:
             if too_many:
-                text = "Too many requests are being read, try again later"
+                text = "Too many slow requests, try again later"
                 raise RequestError(Code.RESOURCE_EXHAUSTED, text) from None
             raise self._too_slow() from None
         finally:
@@ -377,7 +379,7 @@ class Front:
         return payload
 
     def _too_slow(self) -> RequestError:
-        text = f"The request did not come within {self.options.silence_s:g} s"
+        text = f"The request did not arrive within {self.options.silence_s:g} s"
         return RequestError(Code.DEADLINE_EXCEEDED, text)
 
     # REST
@@ -466,7 +468,7 @@ class Front:
 
 
 def _client_gone() -> RequestError:
-    return RequestError(Code.CANCELLED, "The client has gone")
+    return RequestError(Code.CANCELLED, "The client disconnected")
 
 
 class _Parser:

@@ -289,15 +289,16 @@ def _array(tensor: Any, spec: TensorSpec, name: str) -> np.ndarray:
         invalid(f"input {name}: type {has.name} does not match signature: {wanted}")
     shape = [dim.size for dim in tensor.tensor_shape.dim]
     if any(size < 0 for size in shape) or tensor.tensor_shape.unknown_rank:
-        invalid(f"input {name}: shape {shape} is not known in full")
+        invalid(f"input {name}: shape {shape} has an unknown dimension")
     rest.require_fit(shape, spec, name)
     size_bytes = math.prod(shape) * spec.dtype.itemsize
     if tensor.tensor_content and spec.dtype.kind != "O":
         if len(tensor.tensor_content) != size_bytes:
-            invalid(f"input {name}: tensor_content does not have the {size_bytes} bytes of {shape}")
+            found = len(tensor.tensor_content)
+            invalid(f"input {name}: shape {shape} needs {size_bytes} bytes, got {found}")
         return np.frombuffer(tensor.tensor_content, spec.dtype).reshape(shape)
     if size_bytes > max(_MOST_BYTES, _MOST_OF_A_BYTE * tensor.ByteSize()):
-        invalid(f"input {name}: shape {shape} is more than a request can hold")
+        invalid(f"input {name}: shape {shape} exceeds the size limit of a request")
     return np.asarray(tf.make_ndarray(tensor))
 
 

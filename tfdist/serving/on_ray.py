@@ -65,15 +65,15 @@ class LoadedModel:
             session = ServedModel(directory, self._name, batch_sizes=self._sizes)
             session.warm_up(directory)
             if find_versions(self._directory).get(version) != self.versions.found[version]:
-                raise TfdistError("its files have changed while it was loaded")
+                raise TfdistError("its files changed during loading")
         except Exception as error:
             reason = protocol.reason_of(error)
-            _LOG.error("%s: version %d is refused: %s", self._name, version, reason)
+            _LOG.error("%s: version %d rejected: %s", self._name, version, reason)
             self.versions = self.versions.failed(id, reason)
             return
         self.session = session
         self.versions = self.versions.loaded(id)
-        _LOG.info("%s: version %d is served", self._name, version)
+        _LOG.info("%s: serving version %d", self._name, version)
 
 
 class RayReplica:
@@ -82,7 +82,8 @@ class RayReplica:
     def __init__(self, options: ServeOptions) -> None:
         if not options.directory.is_dir():
             node = ray.util.get_node_ip_address()
-            raise TfdistError(f"{options.directory} is not on node {node}; each node must have it")
+            text = f"node {node} has no directory {options.directory}"
+            raise TfdistError(f"{text}. Fix: put it at the same path on each node")
         paths = find_models(options.directory, options.name)
         self._models = {name: LoadedModel(name, path, options) for name, path in paths.items()}
         self._answers.set_max_batch_size(max(options.batch_sizes))
@@ -134,7 +135,7 @@ class RayReplica:
                 try:
                     model.look()
                 except OSError as error:
-                    _LOG.warning("%s: cannot look for versions: %s", name, error.strerror)
+                    _LOG.warning("%s: cannot read versions: %s; retrying", name, error.strerror)
 
 
 def run(options: ServeOptions) -> None:
@@ -157,7 +158,7 @@ def run(options: ServeOptions) -> None:
         serve.run(deploy(RayReplica).bind(options), name=_APPLICATION, route_prefix="/")
     except (ConnectionError, RuntimeError) as error:  # also if the cluster is missing
         reason = (str(error).strip().splitlines() or ["no reason"])[-1]
-        raise TfdistError(f"serve: Ray has not deployed {options.directory}: {reason}") from error
+        raise TfdistError(f"serve: Ray failed to deploy {options.directory}: {reason}") from error
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())  # after Ray set its own handlers

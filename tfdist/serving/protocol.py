@@ -145,7 +145,7 @@ def require_own_name(host: str) -> None:
     """
     name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".").lower()
     if not (is_loopback(name) or "." not in name or name.endswith(".localhost")):
-        text = f"Host {host[:100]!r} is not a name of this machine: ask localhost, or use --token"
+        text = f"Host {host[:100]!r} is not a name of this machine: use localhost or --token"
         raise RequestError(Code.PERMISSION_DENIED, text)
 
 
@@ -233,7 +233,7 @@ def version_of(target: Target, status: ModelStatus | None) -> int:
         raise target.not_found()
     if status.served is None:
         reasons = [f"version {s.version}: {s.message}" for s in status.states if s.message]
-        message = "; ".join(reasons) or "it is being loaded"
+        message = "; ".join(reasons) or "it is loading"
         raise RequestError(Code.UNAVAILABLE, f"{target.name} is not served yet: {message}")
     if target.version not in (None, status.served):
         raise target.not_found()

@@ -48,7 +48,7 @@ def decode_predict(
         invalid(f'Serving signature name: "{signature}" not found in signature def')
     row = "instances" in document
     if row == ("inputs" in document):
-        invalid("Missing 'inputs' or 'instances' key, or both are there")
+        invalid("Missing 'inputs' or 'instances' key, or both are present")
     values = _by_row(document["instances"], specs) if row else _by_name(document["inputs"], specs)
     # The values may include bools, or strings if the body has more strings than names.
     content = document["instances" if row else "inputs"]
@@ -119,7 +119,7 @@ def _array(value: Any, spec: TensorSpec, name: str, has_others: bool) -> np.ndar
             leaves = leaves[:half] if is_before else leaves[half:]
         for leaf in leaves:
             if isinstance(leaf, list):  # NumPy keeps ragged lists as objects
-                invalid(f"input {name}: lists of different lengths, or too many in one another")
+                invalid(f"input {name}: lists of different lengths, or too deeply nested")
             if _converted(leaf, spec.dtype, has_others=True) is None:
                 shown, wanted = _shown(leaf), _NAMES.get(spec.dtype.name, spec.dtype.name)
                 kind = str(leaf) if isinstance(leaf, bool) else _TYPES.get(type(leaf), "Number")
@@ -222,7 +222,7 @@ def encode_predict(outputs: Mapping[str, np.ndarray], *, row: bool) -> bytes:
     outputs = {**outputs, **{name: array.astype(np.float32) for name, array in halves.items()}}
     sizes = {len(array) if array.ndim else None for array in outputs.values()}
     if row and (None in sizes or len(sizes) > 1):
-        invalid("The outputs have no row for each instance: send 'inputs' in place of 'instances'")
+        invalid("The outputs have no row for each instance: send 'inputs' instead of 'instances'")
     values = {name: _plain(name, array) for name, array in outputs.items()}
     content: Any = values
     if len(values) == 1:

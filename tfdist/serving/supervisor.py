@@ -106,7 +106,7 @@ class ServiceSupervisor:
             for task in (front, scan, relay):
                 if task.done():
                     task.result()
-            _LOG.info("stopping: requests that have come are answered")
+            _LOG.info("stopping: answering the received requests")
             self._rest.close()
             relay.cancel()
             if self._front is not None:
@@ -126,7 +126,7 @@ class ServiceSupervisor:
                     raise
                 how = str(error)
             if not self._stop.is_set():
-                _LOG.warning("front: %s; another one is started", how)
+                _LOG.warning("front: %s; starting a new front", how)
                 await asyncio.sleep(_PAUSE_S)
 
     async def _run_front(self) -> int:
@@ -184,7 +184,7 @@ class ServiceSupervisor:
                     found = find_versions(path)
                 except OSError as error:
                     if name not in unread:  # warn only once
-                        _LOG.warning("%s: cannot read %s: %s", name, path, error.strerror)
+                        _LOG.warning("%s: cannot read %s: %s; retrying", name, path, error.strerror)
                     unread.add(name)
                 else:
                     unread.discard(name)
@@ -195,15 +195,15 @@ class ServiceSupervisor:
         """Set a model's new state, start and drain replicas, and inform the front."""
         before, self._models[name] = self._models[name], model
         for version in model.refused.keys() - before.refused.keys():
-            _LOG.error("%s: version %d is refused: %s", name, version, model.refused[version])
+            _LOG.error("%s: version %d rejected: %s", name, version, model.refused[version])
         if model.served not in (None, before.served):
             age = ""
             if before.served is not None:
                 with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                     directory = self._directory(name, model.served)
                     saved_at = json.loads((directory / "manifest.json").read_text())["saved_at"]
-                    age = f", {time.time() - saved_at:.1f} s after its checkpoint was whole"
-            _LOG.info("%s: version %s is served%s", name, model.served, age)
+                    age = f", {time.time() - saved_at:.1f} s after its checkpoint was saved"
+            _LOG.info("%s: serving version %s%s", name, model.served, age)
         self._models[name], starts, drains = model.plan(self._ids)
         self._draining.update({id: name for id in drains if id in self._replicas})
         for replica in starts:
@@ -235,19 +235,19 @@ class ServiceSupervisor:
         try:
             process = self._start_replica(order)
         except TfdistError as error:
-            _LOG.error("%s: no replica could be started: %s", name, error)
+            _LOG.error("%s: cannot start a replica: %s; retrying", name, error)
             self._models[name] = model.without(id)  # the next scan retries
             return
         self._replicas[id] = process
         _LOG.info(
-            "%s: replica %d loads version %d (pid %d)", name, id, replica.version, process.pid
+            "%s: replica %d is loading version %d (pid %d)", name, id, replica.version, process.pid
         )
         await self._follow(name, id, process)
         del self._replicas[id]
         Path(order["path"]).unlink(missing_ok=True)
         how = _how(process.returncode)
         if self._draining.pop(id, None) is None and not self._stop.is_set():
-            _LOG.warning("%s: replica %d %s; it is replaced", name, id, how)
+            _LOG.warning("%s: replica %d: %s; replacing it", name, id, how)
         self._set(name, self._models[name].ended(id, how))
 
     def _cores_of(self, index: int) -> list[int]:
@@ -275,7 +275,7 @@ class ServiceSupervisor:
     def _receive_loaded(self, name: str, id: int, message: Mapping[str, Any]) -> None:
         model = self._models[name]
         if "failed" in message:
-            _LOG.error("%s: replica %d has not loaded: %s", name, id, message["failed"])
+            _LOG.error("%s: replica %d failed to load: %s", name, id, message["failed"])
             self._set(name, model.failed(id, message["failed"]))
             return
         replica = model.replica(id)
@@ -283,7 +283,7 @@ class ServiceSupervisor:
             with contextlib.suppress(OSError):  # the next scan reports the error
                 found = find_versions(self._paths[name]).get(replica.version)
                 if found != model.found.get(replica.version):
-                    self._set(name, model.failed(id, "its files have changed while it was loaded"))
+                    self._set(name, model.failed(id, "its files changed during loading"))
                     return
         _LOG.info("%s: replica %d is ready", name, id)
         self._set(name, model.loaded(id))
@@ -291,7 +291,7 @@ class ServiceSupervisor:
             try:  # start it now, while no version is loading
                 self._spares.append(self._start_spare())
             except TfdistError as error:  # the next replica starts without one
-                _LOG.error("%s: no spare could be started: %s", name, error)
+                _LOG.error("%s: cannot start a spare process: %s", name, error)
 
     def _start_replica(self, order: Mapping[str, Any]) -> subprocess.Popen[bytes]:
         """Return a spare or new replica process after sending its order, or raise TfdistError."""
@@ -328,8 +328,8 @@ class ServiceSupervisor:
 
 def _how(code: int) -> str:
     if code < 0:
-        return f"was killed by {signal_name(-code)}"
-    return f"ended with exit code {code}"
+        return f"killed by {signal_name(-code)}"
+    return f"exit code {code}"
 
 
 class GrpcPort:

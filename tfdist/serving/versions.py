@@ -94,7 +94,9 @@ class Model:
         model = dataclasses.replace(self.without(id), deaths=deaths)
         count = sum(n for (version, _), n in deaths.items() if version == one.version)
         if not one.ready and one.version != self.served and count >= MAX_DEATHS:
-            return model._refuse(one.version, f"its replica {how} while it was loaded, {count}x")
+            return model._refuse(
+                one.version, f"its replica failed to load it {count} times (last: {how})"
+            )
         return model
 
     def without(self, id: int) -> Model:
@@ -188,9 +190,8 @@ def require_models(directory: Path, name: str | None = None) -> dict[str, Path]:
     require(
         models,
         "DIR",
-        received=f"{directory}, in which there is no version to serve",
-        expected="DIR/NAME/VERSION or DIR/VERSION with a saved_model.pb",
-        fix="write one with tfdist.export_model or python -m tfdist.export",
+        f"{directory} has no version" + (f" of model {name!r}" if name else "") + " to serve",
+        fix="export a model to DIR with python -m tfdist.export or tfdist.export_model",
         code="no-version",
     )
     return models

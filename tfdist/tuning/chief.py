@@ -90,8 +90,8 @@ class Chief:
                 self._publish()
                 self._observer.tick(self.state)
                 if self._is_done():
-                    how = "failed" if self.state.has_failed else "ended"
-                    self._finish(f"all trials have {how}", is_complete=True)
+                    how = "failed" if self.state.has_failed else "finished"
+                    self._finish(f"all trials {how}", is_complete=True)
                     return EXIT_FAILED if self.state.has_failed else EXIT_OK
                 self._wait_for_ends()
         finally:
@@ -99,7 +99,7 @@ class Chief:
             self._publish()
         if self._stop_signal:
             return Stopped(self._stop_signal).exit_code
-        reason = f"{self.state.num_failed} failed trials (--max_failed_trials)"
+        reason = f"stopped after {self.state.num_failed} failed trials (--max_failed_trials)"
         self._finish(reason, is_complete=False)
         return EXIT_FAILED
 
@@ -237,7 +237,7 @@ class Chief:
         reached = len(self._runner.metrics(self._run_dir(trial)))
         kills = (trial.kills if reached <= trial.reached else 0) + 1
         if kills > KILLS_AT_MOST:
-            reason = f"killed {kills} times without progress; the last time: {outcome.reason}"
+            reason = f"killed {kills} times without progress; last reason: {outcome.reason}"
             self._end(trial, Failed(reason=reason))
             return
         line = self._journal.add(
@@ -276,7 +276,7 @@ class Chief:
     def _stop_all(self) -> None:
         """Tell all trials to save and exit, and wait for them."""
         if self._running:
-            logger.info("stopping: %d trials save and end", len(self._running))
+            logger.info("stopping: saving %d running trials", len(self._running))
         for _, running in self._running.values():
             running.stop()
         while self._running:

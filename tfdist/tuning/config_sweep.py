@@ -95,24 +95,21 @@ def _check(options: SweepOptions, config: Any) -> None:
     require(
         not config.run_dir,
         "config.run_dir",
-        received=repr(config.run_dir),
-        expected="''; every trial has a directory of its own in --sweep_dir",
-        fix="leave it out, and give --sweep_dir",
+        f"all trials would share the run directory {config.run_dir!r}",
+        fix="leave it out, and pass --sweep_dir",
         code="run-dir-in-a-sweep",
     )
     require(
         not config.publish,
         "config.publish",
-        received=repr(config.publish),
-        expected="''; each trial, whatever its score, would be the next version",
-        fix="leave it out; python -m tfdist.export publishes the best trial's run in the end",
+        f"every trial would publish versions to {config.publish!r}, whatever its score",
+        fix="leave it out, and export the best trial's run with python -m tfdist.export",
         code="publish-in-a-sweep",
     )
     require(
         config.validation_split or not options.objective.startswith("val_"),
         "--objective",
-        received=f"{options.objective} without a validation_split",
-        expected="what a trial reports: accuracy, loss",
-        fix="name a validation_split, or use --objective loss",
+        f"{options.objective} needs a validation_split",
+        fix="set config.validation_split, or use --objective loss",
         code="no-validation",
     )

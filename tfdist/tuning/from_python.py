@@ -48,9 +48,8 @@ def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
     require(
         not Path(given).resolve().is_relative_to(theirs),
         "sweep_dir",
-        received=f"{given}, in the tuner's own directory",
-        expected="another one: with overwrite=True a tuner deletes its own when it is made",
-        fix="leave it out, or give one beside it",
+        f"{given} is inside the tuner's directory, which a tuner with overwrite=True deletes",
+        fix="leave sweep_dir out, or choose a directory outside",
         code="directory-of-the-tuner",
     )
     return Path(given)
@@ -61,8 +60,7 @@ def require_fresh(tuner: Any) -> None:
     require(
         not tuner.oracle.trials,
         "tfdist.tuning.search",
-        received=f"a tuner that has searched already, {len(tuner.oracle.trials)} trials",
-        expected="a new one; what a sweep has found is read from its sweep_dir",
+        f"the tuner already has {len(tuner.oracle.trials)} trials",
         fix="give the tuner another project_name",
         code="tuner-has-searched",
     )
@@ -94,9 +92,8 @@ def own_program(main: Any, args: Sequence[str]) -> Program:
     if file is None:
         raise UsageError(
             "tfdist.tuning.search",
-            received="a call from an interactive session or a notebook",
-            expected="a program: each trial runs it again",
-            fix="put it into a file; in one process, use tuner.search",
+            "a trial cannot run an interactive session or a notebook again",
+            fix="move the search to a .py file, or use tuner.search in one process",
             code="no-program",
         )
     return Program(target=os.path.abspath(file), is_module=False, args=tuple(args))
@@ -200,9 +197,8 @@ def search(
     require(
         early_stop == NONE or getattr(tuner, "executions_per_trial", 1) == 1,
         "--early_stop",
-        received=f"{early_stop} with several executions per trial",
-        expected="one execution, of whose epochs there are medians",
-        fix="leave one of both out",
+        f"{early_stop} does not support several executions per trial",
+        fix="leave it out, or set executions_per_trial=1",
         code="exclusive",
     )
     require_known(tuner, fit_kwargs)
@@ -250,9 +246,8 @@ class TunerSweep(Sweep):
         require(
             not hasattr(oracle.objective, "objectives"),  # an attribute of MultiObjective
             "objective",
-            received=str(oracle.objective),
-            expected="one",
-            fix="name one metric",
+            f"a sweep has only one objective, got {oracle.objective}",
+            fix="choose one metric",
             code="several-objectives",
         )
         where = "tfdist.tuning.search"
@@ -334,7 +329,7 @@ def _raise_unless_done(exit_code: int, state: SweepState, sweep_dir: Path) -> No
         why = state.finished
         if state.is_complete and not state.has_failed:
             log = sweep_dir / RETRAINED / "launch.log"
-            why = f"the best trial could not be trained again; {log} says why"
+            why = f"retraining the best trial failed; see {log}"
         raise TfdistError(f"sweep {sweep_dir}: {why}")
 
 

@@ -227,8 +227,8 @@ class _MetricLines(keras.callbacks.Callback):
             self._write(epoch, logs)
         if not math.isfinite(loss := float(logs.get("loss", 0.0))):
             raise TfdistError(
-                f"training: the loss became {loss} in epoch {epoch + 1}. "
-                "Fix: leave such values out of the search space, or set clipnorm"
+                f"training: the loss is {loss} in epoch {epoch + 1}. "
+                "Fix: exclude these hyperparameters from the search space, or set clipnorm"
             )
         if self._objective is not None and self._objective not in logs:
             raise unreported(self._objective, sorted(logs))
@@ -265,9 +265,8 @@ def _require_known(hp: Any, assignment: Assignment) -> None:
     if new:
         raise UsageError(
             "search space",
-            received=f"hyperparameter {new[0]!r}, first asked for in this trial",
-            expected="a space that is known before the first trial",
-            fix="ask for it in build(hp) under hp.conditional_scope(), or whatever the values are",
+            f"hyperparameter {new[0]!r} was unknown before the first trial",
+            fix="read it in every call of build(hp), or under hp.conditional_scope()",
             code="new-hyperparameter",
         )
 
@@ -276,9 +275,8 @@ def _require_no_backup(callbacks: list[Any]) -> None:
     require(
         not any(isinstance(callback, BackupAndRestore) for callback in callbacks),
         "callbacks",
-        received="a BackupAndRestore, with one directory for all trials",
-        expected="none: each trial has its own",
-        fix="leave it out; search(..., backup_every_steps=100) says how often",
+        "all trials would share the directory of this BackupAndRestore",
+        fix="leave it out (each trial has backups), and pass backup_every_steps to search",
         code="backup-given",
     )
 

@@ -62,9 +62,8 @@ class SearchSpace:
         if len(hp.space) > known:
             raise UsageError(
                 self._path,
-                received=f"hyperparameter {hp.space[known].name!r}, new in this trial",
-                expected="a space that is known before the first trial",
-                fix="ask for it under hp.conditional_scope(), whatever the values are",
+                f"hyperparameter {hp.space[known].name!r} was unknown before the first trial",
+                fix="read it in every call of space(hp, config), or under hp.conditional_scope()",
                 code="new-hyperparameter",
             )
         check(config)
@@ -119,9 +118,8 @@ def describe_space(hyperparameters: Any, *, where: str, function: str) -> list[d
     require(
         space,
         where,
-        received="a search space without a hyperparameter",
-        expected="one or more",
-        fix=f'ask hp for a value in {function}: hp.Float("dropout", 0.0, 0.5)',
+        "the search space has no hyperparameters",
+        fix=f'read a value from hp in {function}, such as hp.Float("dropout", 0.0, 0.5)',
         code="empty-space",
     )
     return space
@@ -132,9 +130,8 @@ def _load(path: str) -> _Build:
     require(
         callable(build),
         path,
-        received="no search space",
-        expected="a function space(hp, config)",
-        fix="copy it from configs/digits_sweep.py",
+        "the config file has no function space(hp, config)",
+        fix="define it as in configs/digits_sweep.py",
         code="no-space",
     )
     return build
@@ -358,7 +355,8 @@ class Search:
         if recorded is None:
             return answer
         if recorded["status"] == RUNNING and answer.get("values") != recorded["values"]:
-            logger.warning("trial %s is kept as it was; KerasTuner chooses another now", trial_id)
+            text = "trial %s: KerasTuner now chooses other values; keeping the recorded values"
+            logger.warning(text, trial_id)
         return recorded
 
     def _next_of_grid(self, populate: Callable[[str], Any], trial_id: str) -> dict[str, Any]:
@@ -460,8 +458,7 @@ def unreported(objective: str, there: Iterable[str]) -> UsageError:
     there = list(there)
     return UsageError(
         "objective",
-        received=f"{objective!r}{near(objective, there)}",
-        expected=f"what the model reports: {', '.join(there)}",
-        fix="name one of them, or add it to the metrics of model.compile",
+        f"the model reports {', '.join(there)}, not {objective!r}{near(objective, there)}",
+        fix="choose a reported metric, or add it to the metrics of model.compile",
         code="unreported-objective",
     )

@@ -71,7 +71,7 @@ class SweepScreen(contextlib.ExitStack):
         done = sum(trial.is_over for trial in state.trials.values())
         if state.trials:
             left = len(state.trials) - done
-            self._say(f"going on: {done} trials have ended, {left} go on where they stood")
+            self._say(f"resuming: {done} trials are finished, {left} continue")
         if self._console.is_terminal:
             self._live = self.enter_context(Live(console=self._console, auto_refresh=False))
         self._write(state)
@@ -204,16 +204,16 @@ def _counts(state: SweepState) -> str:
     trials = state.trials.values()
     ended, most = sum(t.is_over for t in trials), state.begun.get("max_trials")
     of = f" of {most}" if most else ""
-    return f"{state.begun.get('tuner')}: {ended}{of} trials ended, {state.num_failed} failed"
+    return f"{state.begun.get('tuner')}: {ended}{of} trials finished, {state.num_failed} failed"
 
 
 def _verdict(state: SweepState, sweep_dir: Path, *, is_running: bool) -> str:
     ranked = state.ranked()
-    best = f"; best {ranked[0].score:.4f}, trial {ranked[0].id}" if ranked else ""
+    best = f"; best {ranked[0].score:.4f} (trial {ranked[0].id})" if ranked else ""
     if state.finished is None or is_running:
-        how = "its chief is running" if is_running else "the same command goes on"
-        return f"not finished: {how}{best}; in {sweep_dir}"
-    return f"{state.finished}{best}; in {sweep_dir}"
+        how = "the sweep is running" if is_running else "run the same command to resume"
+        return f"not finished: {how}{best}; results in {sweep_dir}"
+    return f"{state.finished}{best}; results in {sweep_dir}"
 
 
 def _console() -> Console:
@@ -229,9 +229,8 @@ def show(path: Path) -> None:
     require(
         lines,
         "--show",
-        received=f"{path}, where no sweep is",
-        expected=f"a sweep directory, with {JOURNAL}",
-        fix="give the --sweep_dir of the sweep",
+        f"no sweep in {path} ({JOURNAL} is missing)",
+        fix="pass the --sweep_dir of a sweep",
         code="no-sweep",
     )
     leaderboard(fold(lines), path, is_running=is_held(path / LOCK))
@@ -297,7 +296,7 @@ def variables_of_trials(
         except Exception as error:
             from tfdist.training import trackers  # imports TensorFlow
 
-            trackers.warn("MLflow: the sweep has no run of its own", error)
+            trackers.warn("MLflow: cannot create a run for the sweep", error)
     return variables
 
 

@@ -123,7 +123,7 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
             sweep.runner.warm.start()
         description = sweep.describe()
         if sweep.options.overwrite and restarts(os.environ):
-            logger.info("started again: --overwrite was for the first start, the sweep goes on")
+            logger.info("restarted: ignoring --overwrite and resuming the sweep")
         elif sweep.options.overwrite:
             set_aside(sweep_dir)
         journal = Journal(sweep_dir / JOURNAL, time_of_day=time.time)
@@ -144,7 +144,7 @@ def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
     """Run the trials that have not ended."""
     sweep_dir, state = sweep.options.sweep_dir, fold(journal.lines)
     if state.is_complete:
-        logger.info("the sweep in %s is finished; overwrite runs it again", sweep_dir)
+        logger.info("the sweep in %s is finished; pass overwrite to run it again", sweep_dir)
         leaderboard(state, sweep_dir)
         return EXIT_FAILED if state.has_failed else EXIT_OK, state
     search = sweep.search(journal.lines[0])
@@ -300,11 +300,11 @@ def retrain(runner: LauncherRunner, job: TrialJob, *, stop_requests: StopRequest
         done = len(runner.metrics(job.run_dir))
         kills, reached = (kills if done <= reached else 0) + 1, max(done, reached)
     if isinstance(outcome, Failed):
-        logger.error("the best trial could not be trained again: %s", outcome.reason)
+        logger.error("retraining the best trial failed: %s", outcome.reason)
         return EXIT_FAILED
     path = RunDirectory(job.run_dir).model_file
-    score = f"{outcome.score:.4f} in its best virtual epoch"
-    logger.info("the best trial, trained again: %s; the model after its last one: %s", score, path)
+    text = "retrained the best trial: %.4f in its best virtual epoch; model of the last one: %s"
+    logger.info(text, outcome.score, path)
     return EXIT_OK
 
 
@@ -314,9 +314,8 @@ def require_alone(where: str, environ: Mapping[str, str]) -> None:
     if config is not None and len(config.cluster.tasks()) > 1:
         raise UsageError(
             where,
-            received=f"a call in a {config.cluster.kind} job of several tasks",
-            expected="one process, which starts a job for each trial",
-            fix="start it by itself, and name the strategy of the trials (--strategy, strategy=)",
+            f"each task of this {config.cluster.kind} job would run the search",
+            fix="start it as one process, and pass the trials' strategy (--strategy, strategy=)",
             code="search-in-a-job",
         )
 
@@ -337,9 +336,8 @@ def require_own(path: Path) -> None:
     require(
         not names or JOURNAL in names,
         f"sweep directory {path}",
-        received=f"a directory with {', '.join(sorted(names)[:3])} and no {JOURNAL}",
-        expected="an empty one, a new one, or that of a sweep",
-        fix="give the sweep another --sweep_dir",
+        f"the directory is not a sweep: it has {', '.join(sorted(names)[:3])}, but no {JOURNAL}",
+        fix="pass another --sweep_dir",
         code="not-a-sweep",
     )
 
@@ -369,9 +367,8 @@ def _require_at_rest(path: Path) -> None:
         require(
             not is_run_in(run_dir),
             "--overwrite",
-            received=f"it while {run_dir} is written, as by a trial whose chief was killed",
-            expected="a sweep at rest",
-            fix="end the trials of the earlier sweep, wait a moment for the save, try again",
+            f"a trial of the earlier sweep still writes to {run_dir}",
+            fix="stop the trials of the earlier sweep, wait until they have saved, and try again",
             code="sweep-runs",
         )
 
@@ -383,9 +380,8 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
     require(
         not found,
         f"sweep directory {path}",
-        received=found,
-        expected="what the sweep in it began with",
-        fix="give this sweep another --sweep_dir, or --overwrite to move the old one aside",
+        f"the directory has a sweep with other settings: {found}",
+        fix="pass another --sweep_dir, or --overwrite to move the old sweep aside",
         code="another-sweep",
     )
 
@@ -410,9 +406,8 @@ def chief_lock(path: Path) -> Iterator[None]:
     except Held as held:
         raise UsageError(
             f"sweep directory {path}",
-            received=f"a second chief while process {held.holder} runs the sweep",
-            expected="one chief",
-            fix="wait for it or end it; --show prints how far it is",
+            f"process {held.holder} already runs this sweep",
+            fix="wait until that process exits, or stop it (--show prints its progress)",
             code="second-chief",
         ) from held
     with lock:

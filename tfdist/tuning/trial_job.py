@@ -242,11 +242,11 @@ def failure_of(
     `report` is this start's report.json or None. `last_lines` is the end of the launcher's output.
     """
     if exit_code < 0:
-        return Killed(reason=f"the launcher was ended by signal {-exit_code}")
+        return Killed(reason=f"the launcher was killed by signal {-exit_code}")
     if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
-        return Killed(reason=f"it was asked to stop (exit code {exit_code})")
+        return Killed(reason=f"stopped by a signal (exit code {exit_code})")
     if exit_code == EXIT_OK:
-        reason = "its program ended before the trial was done (exit code 0)"
+        reason = "the program exited before the trial was done (exit code 0)"
         return Failed(reason=reason, last_lines=tuple(last_lines))
     attempts = (report or {}).get("attempts") or [{}]
     failure = attempts[-1].get("first_failure") or {}
@@ -263,7 +263,7 @@ def failure_of(
 def _scored(goal: Goal, metrics: Sequence[Mapping[str, Any]]) -> Completed | Failed:
     if metrics and not any(goal.objective in line for line in metrics):
         there = ", ".join(sorted(set(metrics[-1]) - COUNTERS))
-        return Failed(reason=f"it does not report {goal.objective}; it reports {there}")
+        return Failed(reason=f"the trial reports {there}, not {goal.objective}")
     history = tuple(_finite(line) for line in metrics)
     scores = [(line[goal.objective], line) for line in history if goal.objective in line]
     if not scores:
@@ -337,9 +337,8 @@ class TrialHosts:
         if list(self._closed_until.values()).count(math.inf) == len(self.hosts):
             raise UsageError(
                 "--hosts",
-                received=f"no host on which a trial can start ({self._why})",
-                expected="one or more",
-                fix="correct that, and run the same command again: the sweep goes on",
+                f"no host can start a trial ({self._why})",
+                fix="repair a host, and run the same command again to resume the sweep",
                 code="no-host-left",
             )
         now_s = time.monotonic()
@@ -364,10 +363,10 @@ class TrialHosts:
             return
         if exit_code == EXIT_PEER_MISSING:
             self._closed_until[host] = time.monotonic() + _LOST_HOST_S
-            logger.warning("%s gets no trials for %g s: %s", host, _LOST_HOST_S, why)
+            logger.warning("%s: no trials on this host for %g s: %s", host, _LOST_HOST_S, why)
         else:
             self._closed_until[host], self._why = math.inf, why
-            logger.warning("%s gets no more trials: %s", host, why)
+            logger.warning("%s: no more trials on this host: %s", host, why)
 
 
 @dataclass(kw_only=True)
@@ -481,7 +480,7 @@ class LaunchedTrial:
             reason = f"no virtual epoch within {self._runner.timeout_s:g} s (--trial_timeout_s)"
             return Failed(reason=reason, last_lines=last_lines)
         if self._is_unwanted:
-            return Killed(reason="the sweep was asked to stop")
+            return Killed(reason="the sweep is stopping")
         report = self._read_report()
         is_new = report != self._report_before
         elsewhere, host = self._runner.elsewhere, self._job.slot.host
@@ -498,13 +497,13 @@ class LaunchedTrial:
         Raises TfdistError if this machine cannot start a process.
         """
         if self._is_unwanted:
-            return Killed(reason="the sweep was asked to stop")
+            return Killed(reason="the sweep is stopping")
         if not self._job.is_written:
             if outcome := self._runner.outcome(self._job):
                 return outcome
             self._start()
         elif time.monotonic() - self._since_s > _LOCKED_AT_MOST_S:
-            return Killed(reason=f"another job runs in {self._job.run_dir}")
+            return Killed(reason=f"another job is running in {self._job.run_dir}")
         return None
 
     def _start(self) -> None:

@@ -117,7 +117,7 @@ def checks(start):
     open("closed/logs", "w").close()
     error = failure(answer, 1, run_dir="closed", start=start)
     assert (error.task, error.exit_code) == ("", 2)
-    assert "--run_dir: received" in str(error)
+    assert "--run_dir: cannot write to" in str(error)
 
 
 if __name__ == "__main__":

@@ -49,15 +49,15 @@ _READ_BYTES = 1 << 16
 _PROBLEMS = (
     (
         r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "run ssh {host} once by hand and check its key, or add it to ~/.ssh/known_hosts",
+        "run ssh {host} once and confirm its key, or add the key to ~/.ssh/known_hosts",
     ),
     (
         r"Permission denied",
-        "let ssh {host} log in without a question: a key in its authorized_keys, and ssh-agent for "
-        "a key with a passphrase",
+        "let ssh {host} log in without a password: add your key to its authorized_keys, and use "
+        "ssh-agent for a key with a passphrase",
     ),
-    (r"Could not resolve hostname", "correct the name in --hosts, or enter it in ~/.ssh/config"),
-    (r"Invalid node name|Invalid job id|not in this job", "list nodes of this allocation"),
+    (r"Could not resolve hostname", "correct the name in --hosts, or add it to ~/.ssh/config"),
+    (r"Invalid node name|Invalid job id|not in this job", "list only nodes of this allocation"),
     (
         r"[Nn]o such file or directory|not found|can't open file",
         "install Python and tfdist at the same path on {host} as here",
@@ -175,14 +175,14 @@ class PipeAgent:
                 file.close()  # type: ignore[union-attr]  # all are pipes
         if code is None:
             return self._pipe.lost, ""
-        why = f"its agent ended with exit code {code}"
+        why = f"the agent exited with code {code}"
         if code < 0:
-            why = f"its agent or remote shell was ended by signal {-code}"
+            why = f"the agent or its remote shell was killed by signal {-code}"
         if self._last_line and not self._has_joined:
             why = self._last_line
         fix = next(iter(_fixes(self._last_line)), "") if not self._has_joined else ""
         if not fix and not self._has_joined and 0 < code < 128:
-            fix = "see that {host} has the same Python and tfdist at the same path"
+            fix = "install the same Python and tfdist at the same path on {host}"
         return why, fix.replace("{host}", self._host)
 
     def _read_lines(self) -> None:
@@ -316,14 +316,13 @@ class Hub:
             case _ if rank in self._addresses:
                 self._news.append(MessageReceived(rank=rank, message=message))
             case {"refused": str(text)}:
-                received, _, fix = text.partition(". Fix: ")
-                expected = "a host on which the job can run"
-                self._refuse(rank, received, expected, fix or "correct it there")
+                problem, _, fix = text.partition(". Fix: ")
+                self._refuse(rank, problem, fix or "correct it on that host")
                 self._refused.add(rank)
             case {"hello": str(address), "terms": dict(terms)}:
                 if found := differences(self._terms, terms):
                     fix = "install the same versions there, and share the program's files"
-                    self._refuse(rank, found, "the same as on the launcher's host", fix)
+                    self._refuse(rank, f"it differs from the launcher's host: {found}", fix)
                     agent.send({"end": EXIT_USAGE})
                     self._refused.add(rank)
                     return
@@ -346,21 +345,15 @@ class Hub:
             self._cannot_start(rank, why, fix)
             return
         elif self._why.get(rank) != why:
-            self._say(f"{self._hosts[rank]}: {why or lost}; trying again")
+            self._say(f"{self._hosts[rank]}: {why or lost}; retrying")
         self._why[rank] = why or lost
         self._again[rank] = self._clock() + self._wait_s[rank]
         self._wait_s[rank] = min(_AGAIN_MOST_S, 2 * self._wait_s[rank])
 
     def _cannot_start(self, rank: int, why: str, fix: str) -> None:
         self._why[rank] = why
-        self._refuse(rank, why, "a host on which an agent starts without a question", fix)
+        self._refuse(rank, f"cannot start an agent: {why.rstrip('.')}", fix)
 
-    def _refuse(self, rank: int, received: str, expected: str, fix: str) -> None:
-        error = UsageError(
-            self._hosts[rank],
-            received=received,
-            expected=expected,
-            fix=fix,
-            code="cannot-start-agent",
-        )
+    def _refuse(self, rank: int, problem: str, fix: str) -> None:
+        error = UsageError(self._hosts[rank], problem, fix=fix, code="cannot-start-agent")
         self._news.append(CannotStart(rank=rank, error=error))

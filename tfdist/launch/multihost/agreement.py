@@ -115,6 +115,6 @@ def _is_user(flag: str, value: str) -> bool:
 
 def _shown(value: str | None) -> str:
     if value is None:
-        return "nothing"
+        return "not set"
     text = value if value.isprintable() else repr(value)
     return text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + "…"

@@ -153,8 +153,7 @@ def decided_group(
     require(
         options.min_workers is None or options.min_workers <= options.workers,
         "--min_workers",
-        received=f"{options.min_workers} of {options.workers} workers",
-        expected=f"at most {options.workers}",
+        f"{options.min_workers} is more than the {options.workers} workers of the job",
         fix=f"use --min_workers {options.workers}",
         code="out-of-range",
     )
@@ -167,10 +166,8 @@ def decided_group(
     require(
         not options.isolate,
         "--isolate",
-        received=f"a job on {len(hosts)} hosts",
-        expected="a job on this machine alone: no other host reaches into a network "
-        "namespace of its own",
-        fix="leave it out, and see that only the hosts of the job reach its ports",
+        f"a job on {len(hosts)} hosts cannot run in a network namespace of this machine",
+        fix="leave it out, and let only the hosts of the job reach its ports (firewall)",
         code="exclusive",
     )
     if not is_here:
@@ -207,8 +204,8 @@ def terms(environ: Mapping[str, str], *, program: Program, program_file: str) ->
     """Return this host's versions, digests and variables that must be equal on all hosts."""
     return {
         **agreement.versions(),
-        f"the text of {program.name}": agreement.digest(program_file),
-        **{f"the text of {path}": agreement.digest(path) for path in _config_files(program.args)},
+        f"the hash of {program.name}": agreement.digest(program_file),
+        **{f"the hash of {path}": agreement.digest(path) for path in _config_files(program.args)},
         **agreement.variables(environ),
     }
 
@@ -233,8 +230,7 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
     require(
         total > others,
         "--hosts",
-        received=f"{total} tasks",
-        expected=f"{others + 1} or more: the chief, a worker and {options.num_ps} ps",
+        f"the chief, a worker and {options.num_ps} ps need {others + 1} tasks, got {total}",
         fix="list more slots, or use fewer ps",
         code="too-few-tasks",
     )
@@ -246,9 +242,8 @@ def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
     require(
         options.strategy not in ("single", "mirrored"),
         "--strategy",
-        received=f"{options.strategy} on {num_hosts} nodes",
-        expected="multiworker or ps: together they run one job",
-        fix="use one, or leave --on out for a job on this node",
+        f"{options.strategy} runs only on one host",
+        fix="use multiworker or ps, or leave --on out to run on this node",
         code="strategy-of-one-host",
     )
     is_ps = options.strategy == "ps" or options.ps is not None
@@ -258,8 +253,7 @@ def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
     require(
         total >= num_hosts,
         "--workers",
-        received=f"{workers}, {total} tasks with all others, on {num_hosts} hosts",
-        expected="a task for each host or more",
+        f"{num_hosts} hosts need at least {num_hosts} tasks, but the job has only {total}",
         fix=f"use --workers {num_hosts - others}, or fewer nodes",
         code="too-few-tasks",
     )
@@ -273,9 +267,8 @@ def slurm_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
     require(
         nodes,
         "--on slurm",
-        received="no allocation (SLURM_JOB_NODELIST is not set)",
-        expected="a shell or a batch script of a Slurm job",
-        fix="start the launcher in a script of sbatch, or after salloc -N2",
+        "the launcher is not in a Slurm job (SLURM_JOB_NODELIST is not set)",
+        fix="start it in an sbatch script, or after salloc -N2",
         code="no-allocation",
     )
     _refuse_launchers_in_a_step(environ)
@@ -290,10 +283,9 @@ def _refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
     require(
         count < 2,
         "srun",
-        received=f"a launcher in each of the {count} tasks of a step",
-        expected="one launcher, which starts an agent on each node",
-        fix="in the batch script, write python -m tfdist.launch --on slurm without srun; or set "
-        f"{settings.CLUSTER}=none for {count} jobs",
+        f"the step has {count} launchers, but one launcher starts the agents of all nodes",
+        fix="write python -m tfdist.launch --on slurm without srun in the batch script, or set "
+        f"{settings.CLUSTER}=none for {count} separate jobs",
         code="launchers-in-a-step",
     )
 
@@ -322,18 +314,17 @@ def own_address(host: str, *, other: str) -> str:
     try:
         _, (address, _) = resolve(host)
     except OSError as error:
-        what = f"cannot be resolved: {error.strerror}"
+        fault = f"does not resolve: {error.strerror}"
     else:
         if ipaddress.ip_address(address).is_loopback:
             return _address_towards(other) or address
         if is_own_address(address):
             return address
-        what = f"is {address}, no address of this machine"
+        fault = f"resolves to {address}, which is not an address of this machine"
     raise UsageError(
         "--hosts",
-        received=f"{shown(host)} for this machine, which {what}",
-        expected="a name that leads to this machine",
-        fix="correct the name, or what resolves names (/etc/hosts, DNS)",
+        f"{shown(host)} is the name of this machine in the list, but {fault}",
+        fix="correct the name, /etc/hosts or DNS",
         code="not-this-host",
     )
 

@@ -83,7 +83,7 @@ class Team:
                 break
             if waited_s >= _ANNOUNCE_S and not is_announced:
                 is_announced = True
-                self._screen.say(f"waiting for {self._named(missing)}, for {limit_s:g} s in all")
+                self._screen.say(f"waiting for {self._named(missing)} (timeout: {limit_s:g} s)")
             for event in self.wait(None):
                 if isinstance(event, StopRequest):
                     return event.signum
@@ -150,15 +150,15 @@ class Team:
         can_go_on = self._began and self._strategy == "multiworker"
         if can_go_on and fewest is not None and workers >= fewest:
             left = f"{workers} worker{'s' * (workers > 1)}"
-            self._screen.say(f"going on without {self._named(missing)}, with {left}")
+            self._screen.say(f"continuing without {self._named(missing)}, with {left}")
             return
-        waited = f"waited {self._options.startup_timeout_s:g} s"
+        within = f"within {self._options.startup_timeout_s:g} s"
         turned_away = "; ".join(self.hub.turned_away)
         raise StartupTimeout(
-            f"{listed - len(missing)} of {listed} hosts are there: {waited} for "
+            f"{listed - len(missing)} of {listed} hosts connected {within}, without "
             f"{self._named(missing)}"
             + (f" ({turned_away})" if turned_away else "")
-            + ". Fix: see that the hosts are up and that the launcher reaches them, or raise "
+            + ". Fix: check that the hosts run and that the launcher reaches them, or raise "
             "--startup_timeout_s"
         )
 
@@ -181,7 +181,7 @@ class Team:
             self._states.pop(task, None)
         self.hub.send(rank, encode_action(action))
         if isinstance(action, Start) and not self.can_start(task):
-            self._end(task, self._lost.get(rank, "it is not there"))
+            self._end(task, self._lost.get(rank, "not connected"))
         return None
 
     def can_start(self, task: Task) -> bool:
@@ -236,7 +236,7 @@ class Team:
 
     def _end(self, task: Task, why: str) -> None:
         rank = self._alive.pop(task)
-        cause = f"host {self.name(rank)} is gone: {why}"
+        cause = f"lost host {self.name(rank)}: {why}"
         now_s = self._clock()
         self._events.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
 

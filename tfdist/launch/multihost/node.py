@@ -132,8 +132,8 @@ class Node:
         self._cause = ""
         if not attempt.logs.is_dir():
             self._cause = (
-                f"{attempt.run_dir} is not shared: the launcher made {attempt.logs}, which is "
-                "missing here. Fix: give --run_dir on a file system that all hosts share"
+                f"{attempt.run_dir} is not shared: this host does not see {attempt.logs}. "
+                "Fix: pass a --run_dir on a file system that all hosts share"
             )
             self._is_in_attempt = True
             return

@@ -42,7 +42,7 @@ def reserve(num_tasks: int, *, within_s: float) -> tuple[str, tuple[int, ...]]:
     )
     _HOLDERS.append(holder)
     assert holder.stdout is not None
-    answer = json.loads(holder.stdout.readline() or '{"error": "the process ended"}')
+    answer = json.loads(holder.stdout.readline() or '{"error": "the process exited"}')
     if "waited" in answer:
         raise StartupTimeout(
             f"--on ray: the cluster had no room for {num_tasks} tasks in {within_s:g} s. Fix: use "
@@ -51,9 +51,8 @@ def reserve(num_tasks: int, *, within_s: float) -> tuple[str, tuple[int, ...]]:
     if "error" in answer:
         raise UsageError(
             "--on ray",
-            received=answer["error"],
-            expected="a Ray cluster (ray start; RAY_ADDRESS)",
-            fix="pip install 'tfdist[ray]', start the cluster, and set RAY_ADDRESS if it is remote",
+            f"cannot connect to a Ray cluster: {answer['error']}",
+            fix="run pip install 'tfdist[ray]' and ray start, or set RAY_ADDRESS to a cluster",
             code="no-ray",
         )
     return name, tuple(answer["slots"])

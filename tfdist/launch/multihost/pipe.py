@@ -114,7 +114,7 @@ class Pipe:
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            self._lose("a line that is no message arrived")
+            self._lose("received an invalid message")
         elif message:  # an empty message is a heartbeat
             self._messages.append(message)
 
@@ -124,7 +124,7 @@ class Pipe:
                 del self._outgoing[: os.write(self._write_fd, self._outgoing[:_READ_BYTES])]
         except BlockingIOError:
             if len(self._outgoing) > _MAX_BYTES:
-                self._lose("it reads no messages")
+                self._lose("it does not read messages")
         except OSError:
             self._lose("the connection was closed")
 
