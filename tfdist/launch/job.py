@@ -269,6 +269,8 @@ def _run(
     """Run this host's part of a job and return the exit code of the whole job.
 
     Args:
+      job: Job to run.
+      group: Hosts of the job.
       terms: Versions, file digests and variables that must be equal on all hosts.
       own: Address of this host (default: found automatically).
       pipe: Connection of an agent to its launcher, or None in the launcher.
