@@ -257,7 +257,7 @@ def _show(job: JobDescription, group: Group, specs: Sequence[ProcessSpec]) -> in
     return 0
 
 
-def _run(
+def _run(  # noqa: D417
     job: JobDescription,
     group: Group,
     *,
@@ -269,8 +269,6 @@ def _run(
     """Run this host's part of a job and return the exit code of the whole job.
 
     Args:
-      job: Job to run.
-      group: Hosts of the job.
       terms: Versions, file digests and variables that must be equal on all hosts.
       own: Address of this host (default: found automatically).
       pipe: Connection of an agent to its launcher, or None in the launcher.
