@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+INSTALL := -m pip install --quiet --disable-pip-version-check
 ARGS ?=
 
 RAY_VENV := .venv-ray
 RAY := ray[default,serve,train]==2.60.0
 PEERS := tf_keras==2.21.0 torch==2.13.0 lightning==2.6.6 '$(RAY)'
+
+TOOLS := uv==0.13.9 pip-audit==2.10.1 cyclonedx-bom==7.5.0
 
 WITH := keras-3.14.1 keras-3.15.1
 OF_VERSIONS := $(addprefix tests/integration/test_,equivalence.py conformance.py resume.py) tests/field
@@ -23,17 +26,20 @@ endef
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
 .PHONY: help setup demo test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-migrations test-browser test-versions \
-	docs lint chaos bench soak stress recovery clean
+	docs lint wheel lock audit chaos bench soak stress recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
 setup: $(READY)  ## a virtual environment in .venv with the pinned versions, once
 
-$(READY): setup.cfg pyproject.toml constraints.txt
+# CI checks the hash of each package. Other installs have the same versions.
+$(READY): setup.cfg pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tfdist needs Python 3.11 or newer: make PYTHON=python3.11 setup")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[all,dev]' -c constraints.txt --config-settings editable_mode=compat
+	$(if $(CI),$(PY) $(INSTALL) --require-hashes -r requirements.lock)
+	$(PY) $(INSTALL) --config-settings editable_mode=compat \
+		-e $(if $(CI),. --no-deps --no-build-isolation,'.[all,dev]' -c constraints.txt)
 	touch $@
 
 demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
@@ -81,7 +87,7 @@ test-ray: $(RAY_VENV)/.ready  ## a job inside a real Ray Train and a service on 
 # What .venv has, and Ray: tfdist is tested as it is without.
 $(RAY_VENV)/.ready: $(READY) Makefile
 	$(call MAKE_BESIDE,$(RAY_VENV))
-	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check '$(RAY)' -c constraints.txt
+	$(RAY_VENV)/bin/python $(INSTALL) '$(RAY)' -c constraints.txt
 	touch $@
 
 test-migrations: .venv-migrations/.ready  ## both sides of docs/migrate, with the real tf_keras, Horovod, torch, Lightning and Ray
@@ -89,7 +95,7 @@ test-migrations: .venv-migrations/.ready  ## both sides of docs/migrate, with th
 
 .venv-migrations/.ready: $(READY) Makefile
 	$(call MAKE_BESIDE,.venv-migrations)
-	.venv-migrations/bin/python -m pip install --quiet --disable-pip-version-check $(PEERS) -c constraints.txt
+	.venv-migrations/bin/python $(INSTALL) $(PEERS) -c constraints.txt
 	tests/migrations/horovod.sh $(CURDIR)/.venv-migrations/bin/python
 	touch $@
 
@@ -104,7 +110,7 @@ test-versions: $(WITH:%=.venv-with-%/.ready)  ## equivalence, resume and field t
 
 .venv-with-%/.ready: $(READY) Makefile
 	$(call MAKE_BESIDE,.venv-with-$*)
-	.venv-with-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-installed $(subst -,==,$*)
+	.venv-with-$*/bin/python $(INSTALL) --no-deps --ignore-installed $(subst -,==,$*)
 	touch $@
 
 docs: .venv-docs/.ready  ## the documentation site, in build/site, with warnings as errors
@@ -112,13 +118,37 @@ docs: .venv-docs/.ready  ## the documentation site, in build/site, with warnings
 
 .venv-docs/.ready: docs/requirements.txt
 	$(PYTHON) -m venv --clear .venv-docs
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	.venv-docs/bin/python $(INSTALL) -r docs/requirements.txt
 	touch $@
 
-lint: setup  ## ruff, mypy and the rooms' imports
+lint: setup  ## ruff, mypy, the rooms' imports, and the declared packages
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+	$(PY) -m tests.tools.requirements
+	$(VENV)/bin/deptry tfdist configs
+
+# SETUPTOOLS' own build folder keeps files that were deleted, so each wheel is made from an sdist.
+wheel: setup  ## build the wheel twice, compare the bytes, and put it into dist
+	rm -rf build/wheel
+	for n in 1 2; do SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH-$$(git log -1 --format=%ct)} $(PY) -m build -o build/wheel/$$n . >build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }; done
+	cmp build/wheel/1/*.whl build/wheel/2/*.whl
+	mkdir -p dist && cp build/wheel/1/*.whl dist
+
+lock: .venv-tools/.ready  ## write requirements.lock from setup.cfg and constraints.txt
+	.venv-tools/bin/uv pip compile setup.cfg --extra all --extra dev -c constraints.txt --generate-hashes --universal \
+		--python-version 3.11 --no-emit-index-url --no-annotate --no-header --quiet -o requirements.lock
+
+audit: .venv-tools/.ready  ## known vulnerabilities of the pinned packages, and their list (SBOM) in build/sbom.json
+	mkdir -p build
+	.venv-tools/bin/cyclonedx-py requirements requirements.lock --of JSON -o build/sbom.json
+	.venv-tools/bin/python tests/tools/audit.py
+
+.venv-tools/.ready: Makefile
+	$(PYTHON) -m venv --clear .venv-tools
+	.venv-tools/bin/python $(INSTALL) $(TOOLS)
+	touch $@
 
 chaos: setup  ## do things to jobs at any moment, and compare them with undisturbed ones
 	$(CPU_ONLY) $(PY) -m tests.chaos $(ARGS)
@@ -138,5 +168,5 @@ stress: setup  ## cached streams while the machine is busy: none may be cut; fau
 	$(CPU_ONLY) $(PY) -m tests.stress.cached_streams $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted
-	rm -rf $(VENV) $(RAY_VENV) .venv-migrations .venv-with-* .venv-docs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(RAY_VENV) .venv-migrations .venv-with-* .venv-docs .venv-tools build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find tfdist tests configs -name __pycache__ -type d -prune -exec rm -rf {} +

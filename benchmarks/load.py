@@ -93,7 +93,9 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, min(len(ordered) - 1, -int(-share * len(ordered) // 1) - 1))]
 
 
-async def run(load: Load, stop: Callable[[], bool] = lambda: False) -> Measured:
+async def run(  # noqa: C901
+    load: Load, stop: Callable[[], bool] = lambda: False
+) -> Measured:
     """Send the load, until `stop` says so at the latest; return what came of it.
 
     Raises OSError where nobody listens at the start.

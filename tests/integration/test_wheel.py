@@ -16,10 +16,12 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 150
+OFFLINE = ("--no-isolation", "--skip-dependency-check")
 
 
-def run(*command: str | Path, cwd: Path, site: Path | None = None) -> str:
+def run(*command: str | Path, cwd: Path, site: Path | None = None, epoch: str = "") -> str:
     environment = os.environ | ({"PYTHONPATH": str(site)} if site else {})
+    environment |= {"SOURCE_DATE_EPOCH": epoch} if epoch else {}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=DEADLINE_S, cwd=cwd, env=environment
     )
@@ -35,8 +37,7 @@ def dist(tmp_path_factory):
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "tfdist", source / "tfdist", ignore=ignored)
-    offline = ("--no-isolation", "--skip-dependency-check")
-    run(sys.executable, "-m", "build", *offline, ".", cwd=source)
+    run(sys.executable, "-m", "build", *OFFLINE, ".", cwd=source)
     return source / "dist"
 
 
@@ -60,6 +61,19 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     files = [path for path in (ROOT / "tfdist").rglob("*") if path.is_file()]
     expected = {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"}
     assert names == expected
+
+
+def test_two_builds_of_the_wheel_have_equal_bytes(dist, wheel, tmp_path):
+    """`make wheel` compares them too, with the newest setuptools."""
+    (sdist,) = dist.glob("*.tar.gz")
+    builds = []
+    for name in ("first", "second"):
+        with tarfile.open(sdist) as archive:
+            archive.extractall(tmp_path / name, filter="data")
+        (source,) = (tmp_path / name).iterdir()
+        run(sys.executable, "-m", "build", *OFFLINE, "--wheel", ".", cwd=source, epoch="1700000000")
+        builds.append((source / "dist" / wheel.name).read_bytes())
+    assert builds[0] == builds[1]
 
 
 def test_the_sdist_holds_what_a_wheel_is_built_of(dist, wheel):

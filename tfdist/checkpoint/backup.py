@@ -98,7 +98,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     found_states: Mapping[str, Any]
     """States of the callbacks in the checkpoint that `saved` found (chief only)."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         directory: str | os.PathLike[str],
         *,

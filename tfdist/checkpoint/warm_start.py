@@ -35,8 +35,8 @@ def load_weights(
 
     Args:
       model: Built model. Frozen layers (``trainable = False``) also get weights.
-      path: A `.keras` file (read in the safe mode of Keras), a `.weights.h5` file, or a directory
-        of `BackupAndRestore`.
+      path: A `.keras` file (read in safe mode), a `.weights.h5` file, or a backup directory.
+      job: Job of the calling task (default: the job of the model's strategy).
       layers: Names of the layers to set (default: all). Other layers are unchanged.
       best: True to use the best checkpoint of a directory instead of the newest (default: False).
 

@@ -256,7 +256,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def find_batch_size(
+def find_batch_size(  # noqa: D417
     model: Any,
     x: Any = None,
     y: Any = None,

@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @naming_a_lost_server()
-def find_learning_rate(
+def find_learning_rate(  # noqa: D417, PLR0913
     model: keras.Model,
     x: Any = None,
     y: Any = None,

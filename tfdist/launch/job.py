@@ -256,7 +256,7 @@ def _show(job: JobDescription, group: Group, specs: Sequence[ProcessSpec]) -> in
     return 0
 
 
-def _run(
+def _run(  # noqa: D417
     job: JobDescription,
     group: Group,
     *,

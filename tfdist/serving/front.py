@@ -509,7 +509,7 @@ class _Parser:
         return b"\r\n".join([*lines, b"", b""])
 
 
-def _connection(silence_s: float) -> type[HttpToolsProtocol]:
+def _connection(silence_s: float) -> type[HttpToolsProtocol]:  # noqa: C901, as it holds a class
     """Return a subclass of uvicorn's connection with limits, because uvicorn has none.
 
     The connection closes if a request's head is too slow or too large. It also closes if a client

@@ -131,7 +131,7 @@ IMPORTS_OF_TRIALS = ("tfdist.tuning.inside", __name__, "tensorboard.plugins.hpar
 _CHECKPOINTS = "checkpoints"
 
 
-def search(
+def search(  # noqa: D417, PLR0913
     tuner: Any,
     *fit_args: Any,
     strategy: str = "single",
