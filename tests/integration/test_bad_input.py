@@ -523,7 +523,7 @@ def test_empty_data_are_refused(strategies, kind):
         lambda: tfdist.evaluate(model, *data),
         lambda: fit(model, X, Y, validation_data=validation),
     ):
-        assert refusal(call).expected.startswith(("at least one", "the same number of examples"))
+        assert refusal(call).code in ("no-data", "no-examples", "lengths-differ")
 
 
 def test_steps_without_a_batch_size_divide_the_data_as_under_keras(strategies):
@@ -621,7 +621,7 @@ def test_labels_out_of_range_are_named(strategies, replicas, logits):
     for act, shift in ((fit, 1), (fit, -1), (tfdist.evaluate, 1)):
         error = refusal(lambda act=act, shift=shift: act(model, X, LABELS + shift, verbose=0))
         assert (error.where, error.code) == ("labels", "label-range")
-        assert error.received == f"a label of {3 if shift == 1 else -1}"
+        assert f"the label {3 if shift == 1 else -1} is not in the range" in error.problem
     fit(model, X, LABELS)  # the strategy is as good as before
 
 

@@ -259,4 +259,4 @@ def test_an_evaluator_without_anything_to_evaluate_is_refused(tmp_path):
 
 def test_an_evaluator_among_the_callbacks_of_a_job_without_one_is_told(tmp_path, caplog):
     tfdist.fit(model(), X, Y, verbose=0, callbacks=[tfdist.Evaluator(patience=3)])
-    assert "no evaluator in this job: start it with --evaluator" in caplog.text
+    assert "this job has no evaluator: start it with --evaluator" in caplog.text

@@ -221,7 +221,7 @@ def test_a_model_outside_the_scope_of_a_job_of_several_tasks_is_told(
     compiled().fit(X, Y, verbose=0)
     (line,) = [r.message for r in caplog.records if "outside strategy.scope()" in r.message]
     assert "test_model_fit.py:" in line
-    assert "trains a model of its own" in line
+    assert "each task trains a separate model" in line
 
 
 def test_a_fit_for_each_epoch_traces_once(make, monkeypatch):

@@ -764,7 +764,7 @@ def skipping(*, trainable=True):
         (called_twice, 2, "layer 'twice' is called 2 times with 'twice/"),
         (skipping, 6, "more than 2 tensors cross behind 'dense"),
         (lambda: skipping(trainable=False), 2, "with trainable weights on both sides"),
-        (lambda: language_model(tied=False), 9, "can be cut at 2 places. Fix: ask for fewer"),
+        (lambda: language_model(tied=False), 9, "can be cut at 2 places. Fix: use fewer"),
     ],
 )
 def test_a_refusal_says_why_there_are_few_places(make, stages, says):

@@ -165,7 +165,7 @@ def _weights(path: Path) -> list[np.ndarray]:
 
 
 MOMENTS = {
-    Moment("epoch begin"): "at step 0; there was nothing to save yet",
+    Moment("epoch begin"): "at step 0; no state saved yet",
     Moment("batch end", batch=2): "at step .*, state saved",
     Moment("test batch end", batch=3): "at step 12, state saved",
     Moment("test batch end", batch=7, signum=signal.SIGUSR1): "at step 12, state saved",
@@ -267,7 +267,7 @@ def test_a_signal_inside_a_compiled_range_stops_the_run_soon(strategies, tmp_pat
     (step,) = CheckpointStore(tmp_path).steps()
     assert 100 <= step == model.steps_seen < 300  # the range in progress, of about a second
     assert stopped.value.code == 143
-    line = f"stopped by SIGTERM at step {step}, state saved; run the same command again to go on"
+    line = f"stopped by SIGTERM at step {step}, state saved; run the same command again to resume"
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [line]
     assert phases.current().step == step
     assert phases.current().first_step_s is not None
@@ -282,14 +282,14 @@ def test_a_run_that_a_callback_stopped_within_an_epoch_has_ended(strategies, tmp
     expected = run.attempt(StopAt())
     with caplog.at_level("INFO", logger="tfdist"):
         found = run.attempt(StopAt())
-    assert "the run had come to its end" in caplog.text
+    assert "the run already finished" in caplog.text
     assert found == expected
 
 
 def test_without_a_backup_it_stops_too_and_says_that_nothing_is_saved(strategies, caplog):
     model = Run(strategies[1], Path()).model()
     asking = AskAt(Moment("batch end", batch=2))
-    with pytest.raises(Stopped, match="nothing is saved"):
+    with pytest.raises(Stopped, match="no state saved"):
         tfdist.fit(model, X, Y, batch_size=8, verbose=0, callbacks=[asking])
     assert "stopped by SIGTERM at step" in caplog.text
     # A fit in another thread leaves signals alone.

@@ -139,7 +139,7 @@ def test_what_a_program_draws_after_fit_does_not_depend_on_a_resume(strategies, 
     expected = random.random()
     with pytest.raises(Cut):
         fit(make(strategies[1]), tmp_path / "cut", [AtStep(6)], **options)
-    for _ in ("resumed", "had come to its end"):
+    for _ in ("resumed", "already finished"):
         fit(make(strategies[1]), tmp_path / "cut", **options)
         assert random.random() == expected
 
@@ -365,7 +365,7 @@ def test_a_finished_run_is_not_run_again(strategies, finished, caplog):
     assert bits(again) == finished[0]
     # A program that sets up no log shows warnings alone.
     (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert "come to its end at step" in said
+    assert "already finished at step" in said
     assert str(finished[1]) in said
 
 
@@ -380,7 +380,7 @@ def test_a_finished_run_is_not_run_again(strategies, finished, caplog):
 def test_a_checkpoint_of_another_run_is_refused(strategies, finished, change, named):
     told = refusal(lambda: fit(make(strategies[1]), finished[1], **change))
     assert told.code == "another-run"
-    assert named in told.received
+    assert named in told.problem
 
 
 def test_epochs_of_another_length_are_refused(strategies, tmp_path):
@@ -390,8 +390,8 @@ def test_epochs_of_another_length_are_refused(strategies, tmp_path):
         fit(make(strategies[1]), tmp_path, epochs=epochs, steps_per_epoch=steps)
 
     run(2, 10)
-    assert "another run: epoch 3 -> 5" in refusal(lambda: run(8, 5)).received
-    assert "first_example_of_the_epoch 160 -> 120" in refusal(lambda: run(2, 15)).received
+    assert "another run: epoch 3 -> 5" in refusal(lambda: run(8, 5)).problem
+    assert "first_example_of_the_epoch 160 -> 120" in refusal(lambda: run(2, 15)).problem
     run(3, 10)
 
 
@@ -615,7 +615,7 @@ def test_a_later_attempt_waits_until_the_one_before_has_let_go(tmp_path, monkeyp
     before, backup = CheckpointStore(tmp_path), tfdist.BackupAndRestore(tmp_path)
     before.prepare()
     assert refusal(lambda: saved_run(1)).code == "second-writer"
-    with pytest.raises(StartupTimeout, match=r"waited 0\.01 s .* a second writer") as late:
+    with pytest.raises(StartupTimeout, match=r"waited 0\.01 s .* already writes") as late:
         saved_run(2, timeout_s=0.01)
     assert late.value.exit_code == EXIT_PEER_MISSING
     monkeypatch.setattr("tfdist.training.resume.time.sleep", lambda _: before.close())

@@ -64,7 +64,7 @@ def test_what_cannot_be_divided_is_refused(job, optimizer, others, named):
     variables, callbacks = model.trainable_variables, others.get("callbacks")
     told = refusal(lambda: building.shards(model.optimizer, variables, job, callbacks=callbacks))
     assert told.code == "not-sharded"
-    assert named in told.received
+    assert named in told.problem
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (5,), (4, 2, 3)])

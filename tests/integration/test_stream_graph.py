@@ -69,7 +69,7 @@ def test_a_file_cache_that_was_cut_before_ends_the_run_with_that_reason(tmp_path
     values(pairs(1).map(plain(lambda x, y: x)))  # what a cut cache leaves behind
     told = refusal(lambda: tfdist.fit(one_layer(strategies), pairs(4), verbose=0))
     assert told.code == "wrong-cardinality"
-    assert "with 1 batches" in told.received
+    assert "has 1 batches" in told.problem
 
 
 def one_layer(strategies):

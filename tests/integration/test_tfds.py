@@ -118,7 +118,7 @@ def test_examples_of_no_fixed_shape_are_refused(data_dir):
 
 def test_an_unknown_dataset_or_split_is_one_line(data_dir):
     told = refusal(lambda: tfds.load("tfdist_digit", "train", data_dir=data_dir))
-    assert "did you mean 'tfdist_digits'" in told.received
+    assert "did you mean 'tfdist_digits'" in told.problem
     with pytest.raises(TfdistError, match=r"^dataset tfdist_digits: .*tran.*train.*test") as raised:
         tfds.load("tfdist_digits", "tran", data_dir=data_dir)
     assert "\n" not in str(raised.value)

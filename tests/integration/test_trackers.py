@@ -112,7 +112,7 @@ def test_one_that_fails_is_left_out_with_one_warning(strategies, board, told, ca
     (warning,) = [r.message for r in caplog.records if r.name == "tfdist.training.trackers"]
     assert warning == (
         "Weights & Biases: cannot write (ConnectionError: nobody there); "
-        "the training goes on without it"
+        "the training continues without it"
     )
     assert epochs_in(told) == []
 
@@ -245,7 +245,7 @@ def test_a_store_that_is_lost_is_one_warning(mlflow, strategies, tmp_path, caplo
     assert len(history.history["loss"]) == EPOCHS
     (said,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     assert said.startswith("MLflow: cannot write (")
-    assert said.endswith("; the training goes on without it")
+    assert said.endswith("; the training continues without it")
 
 
 def test_autolog_logs_a_run_of_the_chief_only(mlflow, strategies, monkeypatch, blocks):

@@ -165,8 +165,8 @@ def test_config_lines_reach_the_training_and_a_tracker_that_cannot_write_is_one_
     summary = trained(tmp_path / "run", *SHORT, *flags)
     assert summary["status"] == "done"
     assert summary["steps"] == 21
-    assert summary["stderr"].count("the training goes on without it") == 1
-    assert "MLflow cannot begin a run" in summary["stderr"]
+    assert summary["stderr"].count("the training continues without it") == 1
+    assert "MLflow cannot start a run" in summary["stderr"]
     assert len(RunDirectory(tmp_path / "run").read_metrics()) == 3
 
 

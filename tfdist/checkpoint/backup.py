@@ -115,7 +115,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        fix = "leave it out, or give the interval between two checkpoints"
+        fix = "pass the interval between two checkpoints, or leave the argument out"
         if every_steps is not None:
             every_steps = require_int(
                 "BackupAndRestore: every_steps", every_steps, least=1, fix=fix
@@ -131,18 +131,17 @@ class BackupAndRestore(keras.callbacks.Callback):
             require(
                 value is None or beside is not None,
                 f"BackupAndRestore: {name}",
-                received=f"{value!r} without {other}",
-                expected=f"it beside {other}",
-                fix=f"add {other}, or leave {name} out",
+                f"{value!r} has no effect without {other}",
+                fix=f"add {other}, or leave out {name}",
                 code="exclusive",
             )
         if every is not None:
             fix = 'write every="auto", every_steps=500 or every_s=600'
             require_one_of("BackupAndRestore: every", every, ["auto"], fix=fix)
-            mutually_exclusive({"every": every, "every_s": every_s}, fix="leave every_s out")
+            mutually_exclusive({"every": every, "every_s": every_s}, fix="leave out every_s")
         if mtbf_s is not None:
             name = "BackupAndRestore: mtbf_s"
-            fix = "give the mean time between two failures of the job"
+            fix = "pass the mean time between two failures of the job"
             mtbf_s = require_number(name, mtbf_s, above=0, unit="seconds", fix=fix)
         self._auto = None if every is None else AutoInterval(mtbf_s=mtbf_s)
         self.store = RunStore(directory, keep=keep)
@@ -201,7 +200,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         try:
             checkpoint = self.store.read()
         except NothingWhole as error:
-            _LOG.warning("%s; the run starts from its beginning", error)
+            _LOG.warning("%s; starting the run from step 0", error)
             return None
         self._found_step = checkpoint.step
         self.found_states = checkpoint.meta["callbacks"]
@@ -323,13 +322,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         if differences and self.exact:
             raise UsageError(
                 where,
-                received=f"exact=True and {', '.join(differences)}",
-                expected="the same, so that the run can end with the same bits",
-                fix="start it as it was started, or leave exact=True out",
+                f"exact=True needs the setup of the saved run, but it differs: "
+                f"{', '.join(differences)}",
+                fix="start the run with the same setup, or leave out exact=True",
                 code="not-exact",
             )
         if differences:
-            _LOG.info("resumed with %s: the same run, not the same bits", ", ".join(differences))
+            found = ", ".join(differences)
+            _LOG.info("resumed with another setup (%s): results may differ in the last bits", found)
 
 
 def _place(job: Job) -> dict[str, Any]:
@@ -487,10 +487,10 @@ class Best:
         assert name is not None
         validated = any(key.startswith("val_") for key in logs)
         if validated or not name.startswith("val_"):
-            fix = "name a metric that fit logs at an epoch's end"
+            fix = "use a metric that fit logs at the end of an epoch"
             require_one_of("BackupAndRestore: best", name, logs, fix=fix)
         if not self._warned:
-            _LOG.warning("an epoch without validation has no %s: it is not marked best", name)
+            _LOG.warning("an epoch without validation has no %s: not marked best", name)
             self._warned = True
         return False
 
@@ -516,9 +516,8 @@ def less_is_better(name: str, mode: str, *, where: str) -> bool:
         return mode == "min"
     raise UsageError(
         where,
-        received=f"mode={mode!r} for {name!r}",
-        expected='"min" or "max", or "auto" with a name that tells (val_loss, val_accuracy)',
-        fix='say mode="min" where less of it is better, else mode="max"',
+        f"mode={mode!r} does not tell if lower values of {name!r} are better",
+        fix='pass mode="min" if lower values are better, else mode="max"',
         code="unknown-direction",
     )
 
@@ -535,7 +534,7 @@ def best_so_far(
     """
     if lines and all(monitor not in line for line in lines):
         names = [name for name in lines[-1] if name.startswith("val_")]
-        fix = "name a metric that the evaluation yields"
+        fix = "use a metric that the evaluation logs"
         require_one_of("Evaluator: monitor", monitor, names, fix=fix)
     best: Mapping[str, Any] | None = None
     since = 0

@@ -54,9 +54,8 @@ def get_states(callbacks: Sequence[Any]) -> dict[str, Any]:
         except (TypeError, ValueError) as error:
             raise UsageError(
                 f"{name.partition('-')[0]}.get_state",
-                received=f"a state that JSON cannot hold ({error})",
-                expected="numbers, strings, lists, arrays, and dicts of them",
-                fix="return only these",
+                f"JSON cannot hold the state ({error})",
+                fix="return only numbers, strings, lists, arrays, and dicts with these values",
                 code="not-json",
             ) from error
         if state is not None:
@@ -95,9 +94,8 @@ def _saved(name: str, callback: Any, states: Mapping[str, Any]) -> dict[str, Any
     require(
         not wrong,
         f"checkpoint: state of {name.partition('-')[0]}",
-        received=f"{wrong[:1]!r:.80} of another type than was saved",
-        expected="what get_states of tfdist saves",
-        fix="use a checkpoint that is not damaged, or another directory",
+        f"the saved state has a value of a wrong type: {wrong[:1]!r:.80}",
+        fix="use an intact checkpoint, or another directory",
         code="damaged",
     )
     return {attribute: state[attribute] for attribute in known if attribute in state}
@@ -161,9 +159,8 @@ def set_best_weights(callbacks: Sequence[Any], arrays: Mapping[str, Any]) -> Non
                 type(callback) is not keras.callbacks.EarlyStopping
                 or [array.shape for array in kept] == shapes,
                 "checkpoint: best weights of EarlyStopping",
-                received="arrays of other shapes than the model's weights",
-                expected="those of this model",
-                fix="use a checkpoint that is not damaged, or another directory",
+                "the saved weights do not have the shapes of the model's weights",
+                fix="use an intact checkpoint, or another directory",
                 code="damaged",
             )
             callback.best_weights = kept

@@ -105,9 +105,8 @@ def write_checkpoint(
     require(
         len(text) <= _MANIFEST_BYTES,
         "checkpoint: metadata",
-        received=f"{len(text)} bytes of JSON",
-        expected=f"at most {_MANIFEST_BYTES}",
-        fix="have get_state of your callbacks return less",
+        f"the metadata needs {len(text)} bytes of JSON, more than {_MANIFEST_BYTES}",
+        fix="return less data from get_state of your callbacks",
         code="too-large",
     )
     with FileIO(directory / MANIFEST, "xb") as file:
@@ -120,7 +119,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read a manifest. Raise as `read_arrays` does, and UsageError for a newer format."""
     file = directory / MANIFEST
     if directory.is_symlink():
-        raise Damaged("a symbolic link")
+        raise Damaged("it is a symbolic link")
     try:
         with FileIO(file, "rb", opener=open_untrusted) as opened:
             size_bytes = os.fstat(opened.fileno()).st_size
@@ -133,13 +132,13 @@ def read_manifest(directory: Path) -> Manifest:
         body = json.loads(text)
         checksum = body.pop(_CHECKSUM, None)
         if body["format"] != FORMAT:
-            raise Damaged(f"{MANIFEST} is not of a tfdist checkpoint")
+            raise Damaged(f"{MANIFEST} is not the manifest of a tfdist checkpoint")
         if body["version"] > VERSION:
             raise UsageError(
                 f"checkpoint {directory}",
-                received=f"format version {body['version']}",
-                expected=f"{VERSION} or lower",
-                fix="use the tfdist that wrote it, or a later one",
+                f"the checkpoint has format version {body['version']}, but this tfdist reads only "
+                f"versions up to {VERSION}",
+                fix="use the version of tfdist that wrote the checkpoint, or a later version",
                 code="newer-format",
             )
         if checksum != _checksum(body):
@@ -155,7 +154,7 @@ def read_manifest(directory: Path) -> Manifest:
             and _PLAIN_NAME.fullmatch(shard["file"])
         )
         if not is_valid:
-            raise Damaged(f"{MANIFEST} has a value of another type than was written")
+            raise Damaged(f"{MANIFEST} has a value of a wrong type")
         return Manifest(
             step=body["step"],
             best=body["best"],
@@ -238,9 +237,9 @@ def _layout(manifest: Manifest) -> list[tuple[str, int, np.dtype[Any], list[int]
             layout.append((name, gap_bytes, dtype, shape))
             position = start + math.prod(shape) * dtype.itemsize
     except (ValueError, TypeError, KeyError) as error:
-        raise Damaged(f"{MANIFEST} has an array of a type or place that is not written") from error
+        raise Damaged(f"{MANIFEST} has an array with an invalid type or position") from error
     if position != manifest.shard["size_bytes"]:
-        raise Damaged(f"{MANIFEST} has arrays of {position} bytes in all")
+        raise Damaged(f"{MANIFEST} has arrays of {position} bytes, which do not fill the shard")
     return layout
 
 
@@ -256,8 +255,7 @@ def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[dict[str, Any],
             require(
                 array.dtype.kind in "biufc" or hasattr(ml_dtypes, dtype),
                 f"checkpoint: array {name!r}",
-                received=f"dtype {array.dtype}",
-                expected="numbers or booleans",
+                f"a checkpoint holds numbers and booleans, not dtype {array.dtype}",
                 fix="keep strings and objects in the metadata, as JSON",
                 code="unsupported-dtype",
             )

@@ -78,7 +78,9 @@ class Publisher:
             process.kill()
             code = process.wait()
         if code:
-            _LOG.error("publish: ended with exit code %d; see its lines above", code)
+            _LOG.error(
+                "publish: the export process exited with code %d (see its output above)", code
+            )
 
 
 def _written(model: keras.Model, directory: Path) -> Path:
@@ -88,9 +90,9 @@ def _written(model: keras.Model, directory: Path) -> Path:
         require(
             not hasattr(layer, "get_vocabulary") or layer.get_config()["vocabulary"] is not None,
             "publish",
-            received=f"a model with a vocabulary that {layer.name} has learned by adapt",
-            expected="a vocabulary that is given to the layer",
-            fix="pass publish_model='file.py:function', which returns the model as it is here",
+            f"layer {layer.name} has a vocabulary from adapt, which its configuration does not "
+            "contain",
+            fix="pass publish_model='file.py:function', a function that returns this model",
             code="not-a-model",
         )
     with saveable(model, where="publish", fix="pass publish_model='file.py:function'"):
@@ -111,8 +113,7 @@ def saveable(model: keras.Model, *, where: str, fix: str) -> Iterator[None]:
         said = " ".join(str(error).split())[:200] or type(error).__name__
         raise UsageError(
             where,
-            received=f"model {model.name!r} ({said})",
-            expected="one that Keras can save and load again",
+            f"Keras cannot save and load the model {model.name!r} ({said})",
             fix=fix,
             code="not-saveable",
         ) from error

@@ -74,7 +74,7 @@ def _check_variables(variables: Mapping[str, Any], arrays: Mapping[str, Array]) 
 
 def _require(condition: object, name: str) -> None:
     if not condition:
-        raise Damaged(f"manifest.json: {name!r} is not what a run saves")
+        raise Damaged(f"manifest.json: {name!r} has an invalid value")
 
 
 def _is_numbers(value: object) -> bool:

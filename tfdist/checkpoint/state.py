@@ -29,7 +29,7 @@ from tfdist.strategy import Job
 from tfdist.strategy.group import gathered, part_of, sum_bytes
 
 _DIFFERENCES_SHOWN = 4
-_ANOTHER = "use another directory, or start from its weights with initial_weights"
+_ANOTHER = "use another directory, or start from the saved weights with initial_weights"
 _FREE = frozenset(["name", "seed", "learning_rate", "trainable", "dtype", "initial_scale"])
 _BY_CLASS = ("_regularizer", "_constraint")
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -165,8 +165,7 @@ def require_same_variables(
     require(
         not differences,
         where,
-        received=f"a checkpoint of another model: {_named(differences)}",
-        expected="the variables of this model and optimizer",
+        f"the checkpoint belongs to another model: {_named(differences)}",
         fix=_ANOTHER,
         code="another-model",
     )
@@ -186,9 +185,8 @@ def require_shape(array: Any, shape: tuple[int, ...], variable: Any, *, where: s
     require(
         array.shape == shape,
         where,
-        received=f"an array of shape {array.shape} for {variable.path}",
-        expected=f"shape {shape}",
-        fix="use a checkpoint that is not damaged, or another directory",
+        f"the array for {variable.path} has the shape {array.shape} instead of {shape}",
+        fix="use an intact checkpoint, or another directory",
         code="damaged",
     )
 
@@ -201,8 +199,7 @@ def require_same_configuration(
     require(
         not differences,
         where,
-        received=f"a checkpoint of another configuration: {_named(differences)}",
-        expected="the optimizer and the layers it was saved with",
+        f"the checkpoint belongs to another configuration: {_named(differences)}",
         fix=_ANOTHER,
         code="another-configuration",
     )

@@ -75,7 +75,7 @@ class CheckpointStore:
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
         self.directory = Path(directory)
-        self._keep = require_int("checkpoint: keep", keep, least=1, fix="say keep=3")
+        self._keep = require_int("checkpoint: keep", keep, least=1, fix="pass keep=3")
         self._writing = threading.Lock()
         self._lock = FileLock(self.directory / _LOCK)
         self._known_damaged: set[Path] = set()
@@ -131,7 +131,8 @@ class CheckpointStore:
             try:
                 self._discard_old()
             except (OSError, TfdistError) as error:  # the next save retries
-                logger.warning("%s: an old checkpoint was not removed: %s", self.directory, error)
+                text = "%s: cannot remove an old checkpoint: %s; trying again at the next save"
+                logger.warning(text, self.directory, error)
         return self.directory / name
 
     def steps(self) -> list[int]:
@@ -177,9 +178,9 @@ class CheckpointStore:
             steps = self.steps()
             raise UsageError(
                 f"checkpoints in {self.directory}",
-                received="no checkpoint" if step is None else f"step {step}",
-                expected=f"one of {steps}" if steps else "a directory with a checkpoint",
-                fix="check the path and the step",
+                f"the directory has no checkpoint{'' if step is None else f' of step {step}'}"
+                f"{f' (it has {steps})' if steps else ''}",
+                fix="correct the path or the step",
                 code="no-checkpoint",
             )
         problems = []
@@ -191,7 +192,9 @@ class CheckpointStore:
                     return self.read(step)
                 problems.append(f"{location.path.name} is damaged ({error})")
                 if len(problems) < len(locations) and location.path not in self._known_damaged:
-                    logger.warning("%s: %s; using the one before", self.directory, problems[-1])
+                    logger.warning(
+                        "%s: %s; using the previous checkpoint", self.directory, problems[-1]
+                    )
                 self._known_damaged.add(location.path)
         raise NothingWhole(f"{self.directory}: no readable checkpoint: {'; '.join(problems)}")
 
@@ -203,7 +206,8 @@ class CheckpointStore:
         try:
             return self._read(next(p for p in self._locations() if p.path.name == name))
         except (StopIteration, Damaged, Unreadable) as error:
-            logger.info("%s: %s was not read: %s", self.directory, name, error or "it is gone")
+            reason = error or "the writer has removed it"
+            logger.info("%s: cannot read %s: %s", self.directory, name, reason)
             return None
 
     def close(self) -> None:
@@ -271,9 +275,8 @@ class CheckpointStore:
         except Held as held:
             raise SecondWriter(
                 f"checkpoints in {self.directory}",
-                received=f"a second writer while process {held.holder} writes there",
-                expected="one writer",
-                fix="end the other run, or give this one a directory of its own",
+                f"process {held.holder} already writes there",
+                fix="stop the other run, or use another directory for this run",
                 code="second-writer",
             ) from held
         for leftover in os.listdir(self.directory):
@@ -285,16 +288,16 @@ class CheckpointStore:
         newest = None
         with contextlib.suppress(OSError, TfdistError):
             newest = self.latest()
-        safe = "none was saved before"
+        safe = "no earlier checkpoint exists"
         if newest is not None:
-            safe = f"earlier checkpoints are untouched, the newest is of step {newest}"
+            safe = f"earlier checkpoints are intact (newest: step {newest})"
         return TfdistError(f"{where}{self.directory}: {error.strerror or error}; {safe}")
 
 
 def _manifest_of(location: Location) -> Manifest:
     manifest = read_manifest(location.path)
     if manifest.step != location.step:
-        raise Damaged(f"manifest.json is of step {manifest.step}")
+        raise Damaged(f"manifest.json belongs to step {manifest.step}")
     return manifest
 
 

@@ -51,9 +51,8 @@ def load_weights(
     require(
         model.built and model.weights,
         "load_weights",
-        received="a model that has no weights yet",
-        expected="a built model",
-        fix="give it an Input, or let fit load them: fit(..., initial_weights=path)",
+        "the model has no weights yet",
+        fix="add an Input to the model, or load the weights with fit(..., initial_weights=path)",
         code="not-built",
     )
     wanted = _wanted(model, layers)
@@ -61,7 +60,7 @@ def load_weights(
     for name, variable in wanted.items():
         variable.assign(state.from_chief(job, values.get(name), like=variable))
     state.renew_constants(model)
-    _LOG.info("%s: %d variables set", path, len(wanted))
+    _LOG.info("%s: loaded %d variables", path, len(wanted))
     return list(wanted)
 
 
@@ -73,7 +72,7 @@ def _wanted(model: keras.Model, layers: Sequence[str] | None) -> dict[str, Any]:
     """
     names = [layer.name for layer in model.layers]
     for name in layers or ():
-        require_one_of("load_weights", name, names, fix="name layers as the model names them")
+        require_one_of("load_weights", name, names, fix="use names of the model's layers")
     wanted: dict[str, Any] = {}
     of_layers: set[int] = set()
     seen = Counter[str]()
@@ -98,28 +97,30 @@ def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) 
         store = RunStore(path)
         step = store.best() if best else None
         if best and step is None:
-            raise _unreadable(path, "best=True and no checkpoint that was marked best")
+            raise _unreadable(path, "no checkpoint is marked best")
         values = _values_of(model, store.read(step))
     elif best:
-        raise _unreadable(path, "best=True and no directory of checkpoints")
+        raise _unreadable(path, "best=True needs a directory of checkpoints")
     elif not os.path.exists(path):
-        raise _unreadable(path, "no such file or directory")
+        raise _unreadable(path, "the file or directory does not exist")
     elif path.endswith(".keras"):
         saved = _wanted(load_model_file(path), None)
         values = {key: variable.numpy() for key, variable in saved.items()}
     elif path.endswith(".weights.h5"):
         values = _from_weights_file(model, path)
     else:
-        raise _unreadable(path, "a file that is neither .keras nor .weights.h5")
+        raise _unreadable(path, "the file is neither a .keras nor a .weights.h5 file")
     for key, variable in wanted.items():
         found = values.get(key)
         if found is None or tuple(np.shape(found)) != tuple(variable.shape):
-            shape = "nothing" if found is None else f"shape {tuple(np.shape(found))}"
+            problem = f"the file has no weights for {variable.path}{near(key, values)}"
+            if found is not None:
+                problem = f"{variable.path} has the shape {tuple(np.shape(found))} in the file, "
+                problem += f"but {tuple(variable.shape)} in the model"
             raise UsageError(
                 f"weights in {path}",
-                received=f"{shape} for {variable.path}{near(key, values)}",
-                expected=f"shape {tuple(variable.shape)}",
-                fix="give the layers their names in the file, or choose some with layers=[...]",
+                problem,
+                fix="give the layers their names in the file, or select layers with layers=[...]",
                 code="another-model",
             )
     return values
@@ -127,12 +128,12 @@ def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) 
 
 def load_model_file(path: str | os.PathLike[str]) -> keras.Model:
     """Return the model in a `.keras` file, read in the safe mode of Keras. Raise UsageError."""
-    with loading(path, expected="a whole .keras file, of classes that this process knows"):
+    with loading(path):
         return keras.models.load_model(path, compile=False, safe_mode=True)
 
 
 @contextlib.contextmanager
-def loading(path: str | os.PathLike[str], *, expected: str) -> Iterator[None]:
+def loading(path: str | os.PathLike[str]) -> Iterator[None]:
     """Raise UsageError for any error in the block: damaged files cause errors of every type."""
     try:
         yield
@@ -140,9 +141,9 @@ def loading(path: str | os.PathLike[str], *, expected: str) -> Iterator[None]:
         said = " ".join(str(error).rpartition("Exception encountered: ")[2].split())
         raise UsageError(
             os.fspath(path),
-            received=f"a file that Keras cannot load ({type(error).__name__}: {said:.200})",
-            expected=expected,
-            fix="save it again; use a model with own classes in the program that has them",
+            f"Keras cannot load the file ({type(error).__name__}: {said:.200})",
+            fix="save the model again. Load a model with custom classes in the program that "
+            "defines them",
             code="not-loadable",
         ) from error
 
@@ -159,8 +160,9 @@ def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
         return {key: variable.numpy() for key, variable in _wanted(model, None).items()}
     except Exception as error:  # damaged files cause errors of every type
         first = f"{type(error).__name__}: {error}".splitlines()[0]
-        what = "weights of another model" if isinstance(error, ValueError) else "a damaged file"
-        raise _unreadable(path, f"{what} ({first})") from error
+        is_intact = isinstance(error, ValueError)
+        problem = "the file has weights of another model" if is_intact else "the file is damaged"
+        raise _unreadable(path, f"{problem} ({first})") from error
     finally:
         model.set_weights(before)
 
@@ -197,11 +199,10 @@ def _values_of(model: keras.Model, checkpoint: Checkpoint) -> dict[str, Any]:
     return found
 
 
-def _unreadable(path: str, received: str) -> UsageError:
+def _unreadable(path: str, problem: str) -> UsageError:
     return UsageError(
         f"weights in {path}",
-        received=received,
-        expected="a .keras file, a .weights.h5 file, or a directory of BackupAndRestore",
-        fix="check the path",
+        problem,
+        fix="pass a .keras file, a .weights.h5 file, or a directory of BackupAndRestore",
         code="no-weights",
     )

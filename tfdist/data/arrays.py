@@ -64,9 +64,10 @@ class ArraySource(GraphSource):
         require(
             size_bytes <= MEMORY_LIMIT_BYTES,
             "data under the ps strategy",
-            received=f"arrays of {size_bytes / 1e9:,.2f} GB in memory",
-            expected=f"up to {MEMORY_LIMIT_BYTES / 1e9:,.2f} GB, which workers can be sent",
-            fix="np.save them where each worker has them, and pass np.load(file, mmap_mode='r')",
+            f"{size_bytes / 1e9:,.2f} GB of arrays in memory exceed the "
+            f"{MEMORY_LIMIT_BYTES / 1e9:,.2f} GB that the chief can send to workers",
+            fix="save them with np.save on each worker's disk, and pass "
+            "np.load(file, mmap_mode='r')",
             code="too-large",
         )
 
@@ -161,9 +162,8 @@ def _common_length(columns: dict[str, Nest]) -> int:
     require(
         len(lengths) == 1 and 0 not in lengths,
         "data",
-        received=f"arrays of these lengths: {found}",
-        expected="the same number of examples, at least one, in every array",
-        fix="check how the arrays were cut",
+        f"the arrays are empty or differ in their numbers of examples: {found}",
+        fix="pass arrays with the same number of examples",
         code="lengths-differ",
     )
     return lengths.pop()
@@ -187,9 +187,8 @@ def _as_column(value: Any, *, where: str) -> Any:
     if array is None or len(array.shape) == 0:
         raise UsageError(
             where,
-            received=f"{type(value).__name__} {str(value)[:60]!r}",
-            expected="an array with an axis of examples, or a tuple or dict of them",
-            fix="wrap it in np.asarray(...), with an entry for each example",
+            f"the {type(value).__name__} {str(value)[:60]!r} is not an array of examples",
+            fix="convert it with np.asarray(...), with an entry for each example",
             code="not-an-array",
         )
     return array
@@ -206,8 +205,7 @@ def require_dense(value: Any, *, where: str) -> None:
     if is_scipy_sparse(value) or isinstance(value, tf.SparseTensor | tf.RaggedTensor):
         raise UsageError(
             where,
-            received=f"a {type(value).__name__}",
-            expected="a dense array: rows of sparse and ragged arrays have no fixed size",
+            f"tfdist cannot read a {type(value).__name__}, because its rows have no fixed size",
             fix="pass .toarray() or .to_tensor(), or a tf.data.Dataset of batches",
             code="not-dense",
         )

@@ -55,9 +55,9 @@ class RandomCrop(_Own):
         require(
             self.padding >= 0 and (self.size is None or (is_pair and min(self.size) >= 1)),
             "RandomCrop",
-            received=f"padding={self.padding}, size={self.size}",
-            expected="padding of at least 0 and a size (height, width) of at least 1 x 1 pixel",
-            fix="RandomCrop(padding=4) crops an image to its own size",
+            f"padding={self.padding} with size={self.size} is not a padding of at least 0 and a "
+            "size (height, width) of at least 1 x 1 pixel",
+            fix="write, for example, RandomCrop(padding=4), which keeps the size of the image",
             code="out-of-range",
         )
 
@@ -132,9 +132,8 @@ class Normalize(_Own):
         require(
             len(stds) and min(stds) > 0,
             "Normalize",
-            received=f"std={self.std}",
-            expected="a positive number, or one for each channel",
-            fix="give the standard deviation in the units of the stored pixels",
+            f"std={self.std} is not positive in every channel",
+            fix="pass the standard deviation in the units of the stored pixels",
             code="out-of-range",
         )
 
@@ -188,10 +187,10 @@ class Compose:
         if nested or images.shape.rank != 4:
             raise UsageError(
                 "augmentation",
-                received=f"inputs {tf.nest.map_structure(lambda leaf: leaf.shape, images)}",
-                expected="one tensor [batch, height, width, channels]",
-                fix="name the images with key= where there are several inputs, "
-                "or add a channel axis",
+                f"the inputs {tf.nest.map_structure(lambda leaf: leaf.shape, images)} are not one "
+                "tensor [batch, height, width, channels]",
+                fix="name the images with key= if the model has several inputs, or add a channel "
+                "axis",
                 code="not-images",
             )
         return images

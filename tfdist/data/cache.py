@@ -59,8 +59,8 @@ def exclusive(lock_file: Path, *, purpose: str, timeout_s: float) -> Iterator[No
                 wait_s = min(_REPORT_EVERY_S, deadline_s - time.monotonic())
                 if wait_s <= 0:
                     raise StartupTimeout(
-                        f"{purpose}: process {held.holder} has held {lock_file} "
-                        f"for more than {timeout_s:g} s"
+                        f"{purpose}: process {held.holder} holds {lock_file} for more than "
+                        f"{timeout_s:g} s. Fix: wait until the process has finished, or stop it"
                     ) from None
                 _log.info("%s: waiting for process %s (%s)", purpose, held.holder, lock_file)
         yield

@@ -76,8 +76,7 @@ class PyDatasetSource(Source):
         require(
             self.num_batches != 0,
             type(dataset).__name__,
-            received="no batches",
-            expected="at least one",
+            "the PyDataset has no batches",
             fix="check __len__ (or num_batches) of the PyDataset",
             code="no-examples",
         )
@@ -110,9 +109,8 @@ class PyDatasetSource(Source):
         ):
             raise UsageError(
                 where,
-                received=f"a {type(batch).__name__}",
-                expected="(x,), (x, y), (x, y, sample_weight) or a dict",
-                fix="return a tuple of arrays",
+                f"the item is a {type(batch).__name__}, not a tuple of 1 to 3 parts or a dict",
+                fix="return (x,), (x, y), (x, y, sample_weight) or a dict of arrays",
                 code="not-a-batch",
             )
         batch = tf.nest.map_structure(functools.partial(_as_array, where=where), batch)
@@ -123,8 +121,7 @@ class PyDatasetSource(Source):
                     require(
                         leaf.ndim and len(leaf),
                         where,
-                        received="a batch without an example",
-                        expected="at least one example in every batch",
+                        "the batch has no examples",
                         fix="leave the empty batch out of __len__ (or num_batches)",
                         code="no-examples",
                     )
@@ -142,9 +139,8 @@ class PyDatasetSource(Source):
         require(
             self.num_batches == before,
             type(self._dataset).__name__,
-            received=f"{before} batches, and {self.num_batches} after on_epoch_end",
-            expected="the same number in each pass",
-            fix="call fit once for each length",
+            f"on_epoch_end changes the number of batches from {before} to {self.num_batches}",
+            fix="keep the number of batches, or call fit once for each number",
             code="lengths-differ",
         )
 
@@ -197,8 +193,7 @@ def _stack(
         if array.shape != tuple(spec.shape):
             raise UsageError(
                 f"example {indices[row]}",
-                received=f"shape {array.shape}",
-                expected=f"shape {tuple(spec.shape)}, that of the first example",
+                f"the shape is {array.shape}, but the first example has {tuple(spec.shape)}",
                 fix="pad or crop the examples to one shape",
                 code="shapes-differ",
             )
@@ -214,8 +209,7 @@ def _require_structure(nest: Nest, first: Nest, *, where: str) -> None:
         parts = [keras.tree.map_structure(lambda _: "...", each) for each in (nest, first)]
         raise UsageError(
             where,
-            received=f"{parts[0]}",
-            expected=f"{parts[1]}, as of the first",
+            f"the parts are {parts[0]}, but the first item has {parts[1]}",
             fix="return the same parts for each index",
             code="structures-differ",
         ) from None
@@ -228,8 +222,8 @@ def _require_type(array: np.ndarray[Any, Any], dtype: Any, *, where: str) -> Non
     require(
         fits,
         where,
-        received=f"numbers of {array.dtype}",
-        expected=f"{np.dtype(dtype)}, as of the first: others would be cut",
-        fix="convert all to one type, as by np.float32(...)",
+        f"the numbers are {array.dtype} and do not fit into {np.dtype(dtype)}, the type of the "
+        "first item",
+        fix="convert all items to one type, for example with np.float32(...)",
         code="types-differ",
     )

@@ -21,11 +21,11 @@ from tfdist.data.stream import (
 from tfdist.errors import UsageError, require
 
 _INSTEAD_OF_ITERATORS = (
-    "use tf.data.Dataset.from_generator(function, output_signature=...) or a PyDataset; for a "
-    "torch DataLoader, tfdist.data.PythonSource(loader.dataset)"
+    "use tf.data.Dataset.from_generator(function, output_signature=...) or a PyDataset. For a "
+    "torch DataLoader, use tfdist.data.PythonSource(loader.dataset)"
 )
 _ACCEPTED = (
-    "arrays, a tuple or dict of them, a keras.utils.PyDataset, a tf.data.Dataset, a function of "
+    "arrays, a tuple or dict of arrays, a keras.utils.PyDataset, a tf.data.Dataset, a function of "
     "tf.distribute.InputContext, or a tfdist source"
 )
 
@@ -45,9 +45,8 @@ def as_source(x: Nest, y: Nest = None, *, sample_weight: Nest = None) -> Source:
         require(
             value is None,
             argument,
-            received=f"{argument} beside a {kind}",
-            expected=f"{argument} inside the {kind}",
-            fix=f"make the {kind} give (x, y) or (x, y, sample_weight), and leave {argument} out",
+            f"a {kind} must contain {argument} itself",
+            fix=f"let the {kind} return (x, y) or (x, y, sample_weight), and leave out {argument}",
             code="exclusive",
         )
     return source
@@ -63,8 +62,8 @@ def check_supported(source: Source, strategy_kind: str) -> None:
     if strategy_kind == "pipeline" and isinstance(source, InputFunctionSource):
         raise UsageError(
             "x",
-            received="a function of InputContext under strategy pipeline",
-            expected="data of which every stage reads the same batches",
+            "all stages must read the same batches, but a function of InputContext divides the "
+            "data",
             fix="pass the tf.data.Dataset itself",
             code="unsupported-data",
         )
@@ -72,7 +71,6 @@ def check_supported(source: Source, strategy_kind: str) -> None:
         return
     if isinstance(source, ArraySource):
         source.require_sendable()
-    what = source.kind
     operation, holds = None, False
     if isinstance(source, StreamSource | InputFunctionSource):
         dataset = source.dataset_for()
@@ -85,18 +83,18 @@ def check_supported(source: Source, strategy_kind: str) -> None:
     require(
         operation is not None or not holds,
         "data under the ps strategy",
-        received=f"{what}, which uses a variable or a table, as a layer with weights or a lookup",
-        expected="functions of the data alone: a worker cannot reach what the chief holds",
-        fix="make the layer a part of the model, or apply it to the data beforehand",
+        f"{source.kind} uses a variable or a table of the chief (for example a layer with weights "
+        "or a lookup), which workers cannot read",
+        fix="move the layer into the model, or apply it to the data before training",
         code="variables-under-ps",
     )
     require(
         operation is None and not isinstance(source, PythonSource | PyDatasetSource),
         "data under the ps strategy",
-        received=f"{what}, which calls Python code ({operation or 'for each example or batch'})",
-        expected="data that graph operations can read, since Python runs only in the chief",
-        fix="pass arrays (np.memmap past memory) or a tf.data.Dataset without Python code, "
-        "or choose multiworker",
+        f"{source.kind} calls Python code ({operation or 'for each example or batch'}), which "
+        "workers cannot run",
+        fix="pass arrays (np.memmap if memory is too small) or a tf.data.Dataset without Python "
+        "code, or use multiworker",
         code="python-under-ps",
     )
 
@@ -109,7 +107,7 @@ def _source_of(x: Any) -> tuple[Source, str]:
     if isinstance(x, keras.utils.PyDataset):
         return PyDatasetSource(x), "PyDataset"
     if x is None or isinstance(x, dict | list | tuple | str | bytes):
-        fix = "convert each part with np.asarray(...); tfdist.data.load(name, split) reads TFDS"
+        fix = "convert each part with np.asarray(...), or load TFDS with tfdist.data.load(name)"
         raise _not_accepted(x, fix=fix)
     if any(parent.__module__.startswith("grain.") for parent in type(x).__mro__):
         # Keras reads the items of a grain dataset as batches, but PythonSource as examples.
@@ -124,5 +122,7 @@ def _source_of(x: Any) -> tuple[Source, str]:
 
 def _not_accepted(x: Any, *, fix: str) -> UsageError:
     text = "" if x is None else " ".join(repr(x).split())[:60]
-    received = f"{type(x).__name__} {text}"
-    return UsageError("x", received=received, expected=_ACCEPTED, fix=fix, code="unsupported-data")
+    problem = (
+        f"the {type(x).__name__} {text}".rstrip() + f" is not supported (supported: {_ACCEPTED})"
+    )
+    return UsageError("x", problem, fix=fix, code="unsupported-data")

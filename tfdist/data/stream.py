@@ -154,9 +154,8 @@ class InputFunctionSource(_BatchSource):
         if not isinstance(dataset, tf.data.Dataset):
             raise UsageError(
                 self._name,
-                received=f"a {type(dataset).__name__} from the input function",
-                expected="a tf.data.Dataset of batches",
-                fix="return the dataset; fit calls the function with an InputContext",
+                f"the input function returns a {type(dataset).__name__}, not a tf.data.Dataset",
+                fix="return a tf.data.Dataset of batches (fit passes an InputContext)",
                 code="unsupported-data",
             )
         return dataset
@@ -183,8 +182,7 @@ def _of_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
         if shape is not None and shape.rank == 0:
             raise UsageError(
                 "tf.data.Dataset",
-                received=f"elements {dataset.element_spec}",
-                expected="batches: a first axis of examples in every part",
+                f"the elements {dataset.element_spec} are not batches, because a part is a scalar",
                 fix="end the dataset with .batch(global_batch_size)",
                 code="not-batched",
             )
@@ -441,7 +439,7 @@ def _graph_of(dataset: tf.data.Dataset) -> _StreamGraph | None:
                     node.device = ""
             found = _StreamGraph(dataset, definition)
         except (tf.errors.OpError, ValueError, NotImplementedError, _NotMatchedError) as error:
-            _LOG.info("the graph of %s cannot be copied: %s", type(dataset).__name__, error)
+            _LOG.info("cannot copy the graph of %s: %s", type(dataset).__name__, error)
         dataset._tfdist_graph = found
     graph: _StreamGraph | None = dataset._tfdist_graph
     return graph

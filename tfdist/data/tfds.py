@@ -53,9 +53,8 @@ def load(
         require(
             leaf.shape.is_fully_defined(),
             f"dataset {builder.name}",
-            received=f"examples of shape {leaf.shape}",
-            expected="one fixed shape for all examples",
-            fix="pass convert=, which resizes or pads one example",
+            f"the examples have no fixed shape: {leaf.shape}",
+            fix="pass a function convert= that resizes or pads an example",
             code="shapes-differ",
         )
     example_bytes = sum(leaf.shape.num_elements() * (leaf.dtype.size or 64) for leaf in leaves)
@@ -113,9 +112,9 @@ def _builder(name: str, data_dir: str | Path | None) -> Any:
         known = [*tfds.list_builders(with_community_datasets=False), "tfdist_digits"]
         raise UsageError(
             "dataset",
-            received=repr(name) + near(name, known),
-            expected="a name that tfds.list_builders() knows",
-            fix="check the name, or import the module that defines the builder",
+            f"{name!r} is unknown{near(name, known)}",
+            fix="use a name from tfds.list_builders(), or import the module that defines the "
+            "builder",
             code="unknown-value",
         ) from None
 
@@ -125,9 +124,9 @@ def _supervised_pair(builder: Any) -> Callable[[dict[str, Any]], Nest]:
     if keys is None:
         raise UsageError(
             f"dataset {builder.name}",
-            received="no supervised pair in it",
-            expected="convert=, which makes (x, y) of one example",
-            fix=f"write convert=lambda example: ...; features: {', '.join(builder.info.features)}",
+            "the dataset has no supervised pair, so tfdist cannot tell inputs from targets",
+            fix="pass convert=lambda example: (x, y), made from the features "
+            f"{', '.join(builder.info.features)}",
             code="no-supervised-pair",
         )
 

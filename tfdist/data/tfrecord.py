@@ -41,9 +41,8 @@ class RecordIndex:
             require(
                 0 <= first <= first + count <= end - begin,
                 "TFRecordSource: spans",
-                received=f"{count} records from {first} on of {file}",
-                expected=f"records of its {end - begin}",
-                fix="count from 0, within the file",
+                f"{file} has {end - begin} records, but the span is {count} records from {first}",
+                fix="count records from 0, within the file",
                 code="out-of-range",
             )
             runs.append(begin + np.arange(first, first + count))
@@ -156,7 +155,9 @@ def load_index(files: Sequence[str], *, cache_dir: Path | None = None) -> Record
     with cached as path, np.load(path, allow_pickle=False) as saved:
         columns = {name: saved[name].astype(np.int64) for name in saved.files}
     if len(columns["lengths"]) == 0:
-        raise _bad_file(files[0], received="no records", fix="check what wrote the files")
+        raise _bad_file(
+            files[0], "the file has no records", "check the program that wrote the file"
+        )
     return RecordIndex(files=tuple(files), sizes_bytes=sizes, **columns)
 
 
@@ -167,12 +168,12 @@ def _expand(files: str | Path | Sequence[str | Path]) -> list[str]:
         exists = tf.io.gfile.exists(pattern)  # a path may contain brackets
         matches = [pattern] if exists else sorted(tf.io.gfile.glob(pattern))
         if not matches:
-            raise _bad_file(pattern, received="no such file", fix="check the path or pattern")
+            raise _bad_file(pattern, "the file does not exist", "correct the path or pattern")
         if any(map(tf.io.gfile.isdir, matches)):
-            raise _bad_file(pattern, received="a directory", fix="name its files, as DIR/*")
+            raise _bad_file(pattern, "the path is a directory", "name its files, for example DIR/*")
         found.extend(map(_absolute, matches))
     if not found:
-        raise _bad_file("TFRecordSource", received="no files", fix="check the path or pattern")
+        raise _bad_file("TFRecordSource", "the list of files is empty", "pass a path or a pattern")
     return found
 
 
@@ -190,9 +191,12 @@ def _scan(file: str, size_bytes: int) -> Iterator[tuple[int, int]]:
             length = _HEADER.unpack(header)[0] if len(header) == _HEADER.size else size_bytes
             following = offset + _HEADER.size + length + _FOOTER_BYTES
             if following > size_bytes:
-                received = f"a record at byte {offset} that ends past the file's {size_bytes} bytes"
-                fix = "write or copy the file again, without compression"
-                raise _bad_file(file, received=received, fix=fix)
+                raise _bad_file(
+                    file,
+                    f"the record at byte {offset} ends after the file's {size_bytes} bytes, so the "
+                    "file is cut off, compressed or no TFRecord file",
+                    "write or copy the file again, without compression",
+                )
             yield offset, length
             offset = following
 
@@ -226,8 +230,7 @@ def _parsed_spec(parse: Callable[[tf.Tensor], Nest]) -> Nest:
         if not isinstance(spec, tf.TensorSpec) or spec.shape.rank in (None, 0):
             raise UsageError(
                 "TFRecordSource",
-                received=f"a parse function that gives {spec}",
-                expected="dense tensors with a batch axis",
+                f"parse returns {spec}, not dense tensors with a batch axis",
                 fix="parse with FixedLenFeature, or call to_dense() and ensure_shape()",
                 code="not-dense",
             )
@@ -237,6 +240,5 @@ def _parsed_spec(parse: Callable[[tf.Tensor], Nest]) -> Nest:
     return tf.nest.map_structure(of_example, outputs)
 
 
-def _bad_file(file: str, *, received: str, fix: str) -> UsageError:
-    expected = "an uncompressed TFRecord file"
-    return UsageError(file, received=received, expected=expected, fix=fix, code="unreadable")
+def _bad_file(file: str, problem: str, fix: str) -> UsageError:
+    return UsageError(file, problem, fix=fix, code="unreadable")

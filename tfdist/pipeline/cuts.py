@@ -104,12 +104,12 @@ class LayerGraph:
         self.model = model
         functional = _graph_inside(model)
         if functional is None:
-            state = "not built" if isinstance(model, keras.Sequential) else "with its own call"
+            is_sequential = isinstance(model, keras.Sequential)
+            state = "is not built" if is_sequential else "has its own call"
             raise UsageError(
                 f"model {model.name!r}",
-                received=f"a {type(model).__name__} {state}",
-                expected="a functional model, or a Sequential whose input has a shape",
-                fix="make it of keras.Input and layers, or train it under another strategy",
+                f"the {type(model).__name__} {state}, so tfdist cannot divide it into stages",
+                fix="build the model from keras.Input and layers, or use another strategy",
                 code="no-layer-graph",
             )
         functional, self._inside = _in_place(functional)
@@ -137,9 +137,8 @@ class LayerGraph:
         require(
             not stateful,
             f"layer {next(iter(stateful), '')!r}",
-            received="stateful=True under strategy pipeline",
-            expected="layers that keep no state from one batch to the next",
-            fix="leave stateful out, or train under another strategy",
+            "strategy pipeline does not support stateful=True",
+            fix="leave out stateful, or use another strategy",
             code="stateful-layer",
         )
 
@@ -197,7 +196,7 @@ class LayerGraph:
             for name in (*self._models_around(node), node.operation.name)
         }
         for name in names:
-            fix = "name the last layer of each stage but the last one"
+            fix = "name the last layer of each stage except the last stage"
             require_one_of("cut", name, last, fix=fix, code="unknown-layer")
         return sorted(last[name] for name in names)
 
@@ -219,10 +218,9 @@ class LayerGraph:
                 name = self.nodes[position].operation.name
                 raise UsageError(
                     "cut",
-                    received=f"a cut behind {name!r}, which divides layers that share weights or"
-                    " calls of one layer, or which a ragged or sparse tensor crosses",
-                    expected=f"a cut behind {named(repr(place.name) for place in self.places())}",
-                    fix="name one of these layers",
+                    f"a cut behind {name!r} would separate layers with shared weights, separate "
+                    "calls of one layer, or cross a ragged or sparse tensor",
+                    fix=f"cut behind {named(repr(place.name) for place in self.places())}",
                     code="no-place",
                 )
         stages = runs(positions, len(self.nodes))
@@ -230,9 +228,8 @@ class LayerGraph:
         require(
             not empty,
             "cut",
-            received=f"stage {next(iter(empty), 0)} of {len(stages)}, without trainable weights",
-            expected="layers with weights in each stage",
-            fix="cut elsewhere, or ask for fewer stages",
+            f"stage {next(iter(empty), 0)} of {len(stages)} has no trainable weights",
+            fix="cut elsewhere, or use fewer stages",
             code="empty-stage",
         )
         return self.divided(positions)
@@ -426,7 +423,7 @@ def possible_places(graph: LayerGraph, *, num_stages: int) -> list[CutPoint]:
     every = graph.places()
     places = [place for place in every if place.num_tensors <= _MOST_TENSORS]
     with_weights = _with_weights(graph, places)
-    reason, fix = "", "ask for fewer stages"
+    reason, fix = "", "use fewer stages"
     if shared := graph.widest_share():
         reason, fix = f": {shared}", f"give each layer its own weights, or {fix}"
     elif wide := [repr(place.name) for place in every if place.num_tensors > _MOST_TENSORS]:
@@ -495,7 +492,8 @@ def chosen_places(
             seconds[run] = [factor * each for each in seconds[run]]
     chosen, step = _fastest_cut(seconds, weights, trainable, orders, micros)
     _LOG.info(
-        "cut behind %s: %s %s for a micro-batch of %d%s; of %d the stages wait %.0f %%",
+        "cut behind %s: %s %s for a micro-batch of %d%s; with %d micro-batches the stages wait "
+        "%.0f %% of the time",
         ", ".join(places[i].name for i in chosen),
         " + ".join(f"{sum(seconds[run]):.4g}" for run in runs(chosen, len(seconds))),
         *("operations" if counted else "s", rows),

@@ -215,7 +215,7 @@ class PipelineEngine(Engine):
         if self._job.is_chief:
             place.chosen.keep()
             seconds = ", ".join(f"{size} in {s:.3f} s" for size, s in tried.items())
-            _LOG.info("split size %d: a step of %s", staged.split_size, seconds)
+            _LOG.info("split size %d is the fastest (step times: %s)", staged.split_size, seconds)
 
     def _timed(
         self, staged: StagedModel, program: StepProgram, step: int, batch: _StageBatch

@@ -165,15 +165,15 @@ def require_enough(
     *,
     stages: int,
     reason: str = "",
-    fix: str = "ask for fewer stages",
+    fix: str = "use fewer stages",
 ) -> None:
     """Raise UsageError if the model has fewer places than cuts."""
     places = max(0, sum(with_weights) - 1)
     require(
         stages <= places + 1,
         "stages",
-        received=stages,
-        expected=f"at most {places + 1}, as the model can be cut at {places} places{reason}",
+        f"{stages} stages need {stages - 1} cuts, but the model can be cut at {places} places"
+        f"{reason}",
         fix=fix,
         code="too-many-stages",
     )

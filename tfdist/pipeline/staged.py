@@ -174,7 +174,7 @@ class StagedModel:
         if self.compares and self._job.is_chief:
             _LOG.warning(
                 "the loss compares the examples of a batch, so each step is one micro-batch and the"
-                " stages wait for each other; PipelineOptions(split_size=N) compares N at a time"
+                " stages wait for each other. PipelineOptions(split_size=N) compares N at a time"
             )
 
     def values(self) -> list[np.ndarray]:
@@ -261,9 +261,8 @@ class StagedModel:
         require(
             len(cut) == count - 1,
             "cut",
-            received=f"{len(cut)} layers for {count} stages",
-            expected=f"{count - 1}, the last of each stage but the last one",
-            fix="name so many, or change --stages",
+            f"{count} stages need {count - 1} cuts, but cut names {len(cut)} layers",
+            fix="name the last layer of each stage except the last stage, or change --stages",
             code="wrong-number",
         )
         return self.graph.behind_layers(cut)
@@ -431,9 +430,8 @@ def _require_stages_compute_it(model: keras.Model) -> None:
     require(
         not own,
         f"model {model.name!r}",
-        received=f"{', '.join(own)} of its own under strategy pipeline",
-        expected="Keras' own, as no task has the whole model's outputs",
-        fix="train it under another strategy",
+        f"the model overrides {', '.join(own)}, but in a pipeline no task has all outputs",
+        fix="train the model with another strategy",
         code="own-step",
     )
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
@@ -441,8 +439,7 @@ def _require_stages_compute_it(model: keras.Model) -> None:
         require(
             reduction in ("sum_over_batch_size", "mean", "sum"),
             "loss",
-            received=f"reduction={reduction!r} under strategy pipeline",
-            expected="a mean over the examples, or a sum",
-            fix="leave the reduction out",
+            f"strategy pipeline does not support reduction={reduction!r}",
+            fix="leave out reduction, or use 'sum_over_batch_size' or 'sum'",
             code="loss-reduction",
         )

@@ -52,10 +52,9 @@ def owners_of(model: keras.Model, parts: Sequence[ModelPart]) -> dict[int, int]:
             if id(variable) not in owners and tuple(variable.shape):
                 raise UsageError(
                     "optimizer",
-                    received=f"{type(optimizer).__name__}, whose {variable.path} is of no one"
-                    " variable",
-                    expected="an optimizer with slots for each variable, under strategy pipeline",
-                    fix="use another one, such as Adam",
+                    f"strategy pipeline cannot divide {type(optimizer).__name__}, because "
+                    f"{variable.path} does not belong to a single variable",
+                    fix="use another optimizer, such as Adam",
                     code="whole-optimizer",
                 )
     return owners

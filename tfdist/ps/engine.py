@@ -75,9 +75,9 @@ class ParameterServerEngine:
                 require(
                     not np.any(variable.numpy()),
                     "metrics",
-                    received=f"a metric whose {variable.path} does not begin at 0",
-                    expected="totals that add up over workers, each from 0, under ps",
-                    fix="have the metric's reset_state set its variables to 0",
+                    f"{variable.path} of a metric does not start at 0, so tfdist cannot add up the "
+                    "totals of workers",
+                    fix="set the metric's variables to 0 in its reset_state",
                     code="metric-zero",
                 )
         work = self._prepared(program)
@@ -388,9 +388,8 @@ class Work:
             require(
                 log.shape.is_fully_defined(),
                 "step",
-                received=f"{name!r} of shape {log.shape} from a step",
-                expected="scalars, or tensors of a known shape, under ps",
-                fix=f"return a figure of it, such as tf.reduce_mean({name})",
+                f"the step returned {name!r} with the unknown shape {log.shape}",
+                fix=f"return a number, such as tf.reduce_mean({name})",
                 code="unknown-shape",
             )
             self._log_shapes[name] = tuple(log.shape.as_list())
@@ -582,18 +581,18 @@ def require_sums(program: StepProgram) -> None:
         require(
             not own or getattr(metric, "adds_up", False),
             "metrics",
-            received=f"{type(metric).__name__}, whose {' and '.join(own)} may do anything",
-            expected="metrics that add up over workers, under strategy ps",
-            fix="set adds_up = True in its class if each of its variables begins at 0 and is only "
-            "added to; else return the figure from the step",
+            f"{type(metric).__name__} overrides {' and '.join(own)}, so tfdist cannot tell if its "
+            "totals add up over workers",
+            fix="set adds_up = True in its class if its variables start at 0 and are only added "
+            "to. Otherwise return the number from the step",
             code="metric-adds-up",
         )
     for variable in program.metrics:
         require(
             variable.aggregation == "sum",
             "metrics",
-            received=f"a metric whose {variable.name} is combined by {variable.aggregation!r}",
-            expected="totals that add up over workers, under strategy ps",
+            f"{variable.name} of a metric has aggregation={variable.aggregation!r} instead of "
+            "'sum'",
             fix="create the metric's variables with aggregation='sum'",
             code="metric-aggregation",
         )

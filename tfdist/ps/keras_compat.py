@@ -292,10 +292,9 @@ def hold(variable: Any, value: tf.Tensor, trace: StepTrace) -> None:
     require(
         trace.is_in_step(),
         "metrics",
-        received=f"{variable.path}, updated in a tf.cond, tf.while_loop or tf.function in a step",
-        expected="updates in the step itself, under strategy ps",
-        fix="add 0 where nothing is to be counted (tf.where), use a Python loop, or return what is "
-        "counted and update the metric by that",
+        f"a tf.cond, tf.while_loop or tf.function of the step updates {variable.path}",
+        fix="update it in the step itself (with tf.where or a Python loop), or return the count "
+        "and update the metric with it",
         code="metric-in-step",
     )
     trace.local[id(variable)] = tf.cast(value, trace.local[id(variable)].dtype)

@@ -60,9 +60,8 @@ class Members:
         require(
             self._min_workers <= len(self._workers),
             "min_workers",
-            received=f"{min_workers} of {len(self._workers)} workers",
-            expected="at most those that are declared",
-            fix="declare the others in TF_CONFIG, or ask for fewer",
+            f"{min_workers} exceeds the {len(self._workers)} workers of the cluster",
+            fix="list more workers in TF_CONFIG, or lower min_workers",
             code="too-many-workers",
         )
         self.num_workers, self.num_ps = len(self._workers), len(cluster.ps)  # as declared
@@ -92,7 +91,7 @@ class Members:
             raise StartupTimeout(waited_for(config, missing, timeout_s, timeout_s))
         if missing:
             names = at_addresses(self._cluster, missing)
-            _LOG.warning("after %.0f s: going on without %s", timeout_s, names)
+            _LOG.warning("waited %.0f s for %s; starting without them", timeout_s, names)
         return workers
 
     def missing(self) -> list[Task]:
@@ -159,7 +158,7 @@ class Members:
                 if self._is_stuck or not self._updated(definition):
                     return False
             except tf.errors.OpError as error:  # a worker died meanwhile: the next call finds it
-                _LOG.debug("worker-%d could not be connected to yet: %s", worker, error)
+                _LOG.debug("cannot connect to worker-%d yet: %s", worker, error)
                 return False
             with self._noting:
                 self.connected = self.connected | {worker}
@@ -188,8 +187,8 @@ class Members:
         except TimeoutError:
             self._is_stuck = True
             _LOG.warning(
-                "TensorFlow waits for a worker that died while another was connected to: "
-                "no worker can come back to this attempt, the others go on"
+                "TensorFlow waits for a worker that died while another worker connected: "
+                "no worker can rejoin this attempt; continuing with the connected workers"
             )
         return not self._is_stuck
 

@@ -145,10 +145,9 @@ class SplitVariable(tf.__internal__.types.Tensor):
                 # The second iteration would see the value from before the first.
                 raise UsageError(
                     "step",
-                    received=f"{self.name}, which is in parts, updated in a tf.while_loop or"
-                    " tf.function",
-                    expected="updates in the step itself, or in a tf.cond of it",
-                    fix="use a Python loop, which the step unrolls, or leave --split_bytes out",
+                    f"a tf.while_loop or tf.function of the step updates {self.name}, which is "
+                    "split",
+                    fix="use a Python loop, which the step unrolls, or leave out --split_bytes",
                     code="split-variable",
                 )
             graph = graph.outer_graph
@@ -180,9 +179,8 @@ class SplitVariable(tf.__internal__.types.Tensor):
     def _serialize_to_tensors(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise UsageError(
             "tf.train.Checkpoint or model.export",
-            received=f"{self.name}, which is in parts on {len(self.parts)} parameter servers",
-            expected="variables that are whole",
-            fix="save the model by model.save, load it on one device and export that",
+            f"{self.name} is split over {len(self.parts)} parameter servers",
+            fix="save the model with model.save, then load and export it on one device",
             code="split-variable",
         )
 
@@ -266,8 +264,7 @@ def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
         return
     raise UsageError(
         "optimizer",
-        received=f"{type(optimizer).__name__} for {split[0].path}, which is in parts",
-        expected=f"one whose update goes row by row: {', '.join(_BY_ROWS)}",
-        fix="leave --split_bytes out",
+        f"{type(optimizer).__name__} cannot update {split[0].path}, because it is split",
+        fix=f"leave out --split_bytes, or use one of {', '.join(_BY_ROWS)}",
         code="unsupported-optimizer",
     )

@@ -189,7 +189,7 @@ class WorkerPool:
                 self._nobody_since = self._nobody_since or now_s
             since_s = self._nobody_since
         if since_s is not None and now_s - since_s >= self._patience_s:
-            self._fail(PeerLost(f"no worker for {self._patience_s:.0f} s; all of them have ended"))
+            self._fail(PeerLost(f"no worker answered for {self._patience_s:.0f} s"))
         time.sleep(_PROBE_EVERY_S)
         return False
 
@@ -267,25 +267,23 @@ class WorkerPool:
         """Requeue if a worker died, fail if a ps died, and return False for any other error."""
         gone = self._members.missing()
         if gone:
-            self._fail(PeerLost(f"{gone[0]} does not answer any more"))
+            self._fail(PeerLost(f"lost {gone[0]}: it does not answer"))
             unit.future.set_exception(self._fatal)
             return True
         if not is_of_the_network(error):
             return False
-        reason = f"{incarnation.task} is gone"
+        reason = f"lost {incarnation.task}"
         if self._members.answers(incarnation.worker_index):
             says = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            reason = f"{incarnation.task} answers, and says: {says}"
+            reason = f"{incarnation.task} failed: {says}"
             share = self.shares[incarnation.worker_index]
             share.failures += 1
             if share.failures == _MAX_FAILURES:
-                line = (
-                    f"{incarnation.task} answers, but none of {_MAX_FAILURES} work units got done"
-                )
+                line = f"{incarnation.task} answers, but failed {_MAX_FAILURES} work units in a row"
                 if all(one.is_left_out for one in self.shares.values()):
                     self._fail(PeerLost(f"{line}: {says}"))
                 else:
-                    _LOG.warning("%s: %s; going on without it", line, says)
+                    _LOG.warning("%s: %s; continuing without this worker", line, says)
         self._lose(unit, incarnation, reason)
         return True
 
@@ -295,10 +293,10 @@ class WorkerPool:
         self.shares[incarnation.worker_index].losses += 1
         unit.losses += 1
         if unit.losses < _MAX_LOSSES:
-            _LOG.warning("%s; its work goes to another", reason)
+            _LOG.warning("%s; giving its work to another worker", reason)
             self._requeue(unit)
             return
-        reason = f"a work unit was begun {_MAX_LOSSES} times and never done; {reason}"
+        reason = f"a work unit failed {_MAX_LOSSES} times; last failure: {reason}"
         unit.future.set_exception(self._fatal or PeerLost(reason))
 
     def _requeue(self, unit: WorkUnit) -> None:
@@ -324,12 +322,12 @@ class WorkerPool:
                 if now_s - since_s < _GONE_S:
                     continue
                 if not isinstance(one, WorkerIncarnation):
-                    self._fail(PeerLost(f"{one} does not answer any more"))
+                    self._fail(PeerLost(f"lost {one}: it does not answer"))
                     continue
                 with self._changed:
                     unit = self._held.get(one)
                 if unit is not None and self._release(one):  # else its call ended meanwhile
-                    self._lose(unit, one, f"{one.task} is gone")
+                    self._lose(unit, one, f"lost {one.task}")
                     self._begin_to_serve(one.worker_index, life=one.life)
 
     def _fail(self, error: BaseException) -> None:

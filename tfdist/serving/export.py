@@ -534,7 +534,7 @@ def _checkpoints_in(source: Path) -> Path:
 def _made_by(make: str) -> keras.Model:
     """Return the model from a ``file.py:function`` or from a JSON description."""
     if make.endswith(".json") and Path(make).is_file():
-        with loading(make, expected="the model.json that BackupAndRestore(publish=...) writes"):
+        with loading(make):
             model = keras.models.model_from_json(Path(make).read_text())
     else:
         model = load_function(make, functools.partial(_bad_make, make))()

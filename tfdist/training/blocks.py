@@ -247,26 +247,24 @@ def _bad_data(error: tf.errors.OpError) -> UsageError | None:
     if isinstance(error, tf.errors.OutOfRangeError):
         return UsageError(
             "data",
-            received="a dataset that ended before the step it was asked for",
-            expected="one that gives as many batches each time that it is read",
-            fix="let from_generator make a new iterator each time, as a function does",
+            "the dataset ended before the requested step",
+            fix="pass a function to from_generator, so that each pass has a new iterator",
             code="data-ended",
         )
     if isinstance(error, tf.errors.FailedPreconditionError) and (found := _LENGTH.search(text)):
         return UsageError(
             "data",
-            received=f"a pass over a dataset with {found[2]} batches",
-            expected=f"{found[1]} batches, its cardinality",
-            fix="delete the files of its cache or snapshot, which a program that stopped early may "
-            "have cut short, or mend tf.data.experimental.assert_cardinality",
+            f"a pass over the dataset has {found[2]} batches, but its cardinality is {found[1]}",
+            fix="delete the files of its cache or snapshot, which a stopped program may have left "
+            "incomplete, or correct tf.data.experimental.assert_cardinality",
             code="wrong-cardinality",
         )
     if isinstance(error, tf.errors.InvalidArgumentError) and (found := _BAD_LABEL.search(text)):
         return UsageError(
             "labels",
-            received=f"a label of {found[1]}",
-            expected=f"labels in the range {found[2]}",
-            fix="number the classes from 0, or make the last layer as wide as there are",
+            f"the label {found[1]} is not in the range {found[2]}",
+            fix="number the classes from 0, or set the output layer's units to the number of "
+            "classes",
             code="label-range",
         )
     return None

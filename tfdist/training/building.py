@@ -31,9 +31,8 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
         kind = type(model)
         raise UsageError(
             f"tfdist.{doing}",
-            received=f"a {kind.__module__}.{kind.__qualname__} as the model",
-            expected="a keras.Model of Keras 3",
-            fix=f"call tfdist.{doing}(model, ...), with a model made by `import keras`",
+            f"the model is a {kind.__module__}.{kind.__qualname__}, not a keras.Model of Keras 3",
+            fix=f"call tfdist.{doing}(model, ...) with a model that is made with `import keras`",
             code="not-a-model",
         )
     require_compiled_functions(doing=doing)
@@ -42,8 +41,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
     if tf.distribute.has_strategy() and around is not model.distribute_strategy:
         raise UsageError(
             f"tfdist.{doing}",
-            received="a call inside the scope of another strategy than the model's",
-            expected="a call outside of any scope, or in the model's own",
+            "the call is in the scope of another strategy than the model's strategy",
             fix=f"call tfdist.{doing} after the `with` block",
             code="another-scope",
         )
@@ -56,8 +54,7 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
     where = "outside strategy.scope()" if made is None else "in the scope of another strategy"
     raise UsageError(
         f"tfdist.{doing}",
-        received=f"a model made {where}",
-        expected=f"one made in the scope of this job's {current.kind} strategy",
+        f"the model was made {where}, not in the scope of this job's {current.kind} strategy",
         fix="make and compile the model inside `with strategy.scope():`",
         code="another-scope",
     )
@@ -72,9 +69,8 @@ def require_compiled_functions(*, doing: str) -> None:
     if tf.config.functions_run_eagerly():
         raise UsageError(
             f"tfdist.{doing}",
-            received="tf.config.run_functions_eagerly(True)",
-            expected="steps that can be compiled",
-            fix="call tf.config.run_functions_eagerly(False); to debug a step, use strategy "
+            "tf.config.run_functions_eagerly(True) is set, but tfdist compiles its steps",
+            fix="call tf.config.run_functions_eagerly(False). To debug a step, use strategy "
             "single with model.fit, or tf.print",
             code="eager",
         )
@@ -85,17 +81,15 @@ def require_compiled(model: keras.Model, *, doing: str) -> None:
     if not model.compiled:
         raise UsageError(
             f"tfdist.{doing}",
-            received="a model that was not compiled",
-            expected="a compiled model",
+            "the model is not compiled",
             fix="call model.compile(optimizer, loss) inside the scope first",
             code="not-compiled",
         )
     if getattr(model, "run_eagerly", False):
         raise UsageError(
             f"tfdist.{doing}",
-            received="a model compiled with run_eagerly=True",
-            expected="a step that can be compiled",
-            fix="compile with run_eagerly=False; to debug a step, use strategy single with "
+            "the model is compiled with run_eagerly=True, but tfdist compiles its steps",
+            fix="compile with run_eagerly=False. To debug a step, use strategy single with "
             "model.fit, or tf.print",
             code="eager",
         )
@@ -265,9 +259,8 @@ def _require_targets(model: keras.Model, batch_spec: Any) -> None:
     if y is None and stock and model._compile_loss is not None:
         raise UsageError(
             "y",
-            received="no targets for a model compiled with a loss",
-            expected="targets beside x",
-            fix="pass y, give validation_data as (x, y), or let the dataset give (x, y)",
+            "the model is compiled with a loss, but the data have no targets",
+            fix="pass y, validation_data=(x, y), or a dataset of (x, y)",
             code="no-targets",
         )
 
@@ -279,8 +272,7 @@ def _require_optimizer_of_scope(model: keras.Model, job: Job) -> None:
         if getattr(one, "_distribution_strategy", job.strategy) is not job.strategy:
             raise UsageError(
                 "optimizer",
-                received=f"{type(one).__name__} made outside the strategy's scope",
-                expected="an optimizer of the model's own scope",
+                f"{type(one).__name__} was made outside the strategy's scope",
                 fix="make the optimizer, and call model.compile, inside `with strategy.scope():`",
                 code="another-scope",
             )
@@ -295,8 +287,7 @@ def require_known_variables(model: keras.Model) -> None:
         if model.optimizer._var_key(variable) not in known:
             raise UsageError(
                 "optimizer",
-                received=f"{variable.path}, which became trainable after the model was compiled",
-                expected="an optimizer that was made for all trainable variables",
+                f"{variable.path} became trainable after the model was compiled",
                 fix="call model.compile(...) with a new optimizer, inside the scope",
                 code="new-variable",
             )
@@ -322,12 +313,10 @@ def shards(optimizer: Any, variables: Sequence[Any], job: Job, *, callbacks: Any
     if job.num_replicas == 1 and not divides:
         return False
     if divides or job.ring is None:
-        why = "which divides it already" if divides else "without a ring"
-        expected = "multiworker on CPUs, whose workers make a ring"
-        raise sharding.not_sharded(f"strategy {job.kind}, {why}", expected=expected)
+        why = "already divides the optimizer" if divides else "has no ring of workers here"
+        raise sharding.not_sharded(f"strategy {job.kind} {why}")
     if any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in keras.tree.flatten(callbacks)):
-        expected = "no callback that needs the averages whole"
-        raise sharding.not_sharded("SwapEMAWeights", expected=expected)
+        raise sharding.not_sharded("SwapEMAWeights needs whole averages in each worker")
     sharding.require_by_element(optimizer, variables)
     return True
 
@@ -343,8 +332,7 @@ def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
         if not _is_of_scope(variable.value, job):
             raise UsageError(
                 "model",
-                received=f"{variable.path}, which was made outside the strategy's scope",
-                expected="every layer and metric of the model made in one scope",
+                f"{variable.path} was made outside the strategy's scope",
                 fix="make layers and metrics, and build them, inside `with strategy.scope():`",
                 code="another-scope",
             )
@@ -364,9 +352,8 @@ def _require_one_scale(model: keras.Model, job: Job) -> None:
         if variable.overwrite_with_gradient:
             raise UsageError(
                 "model",
-                received=f"{variable.path}, of a layer in float8, on {job.num_replicas} replicas",
-                expected="one replica, as the scales of several cannot be joined",
-                fix="use strategy single, or leave quantize('float8') out",
+                f"{job.num_replicas} replicas cannot combine the float8 scales of {variable.path}",
+                fix="use strategy single, or leave out quantize('float8')",
                 code="unsupported-layer",
             )
 
@@ -384,9 +371,8 @@ def require_as_compiled(model: keras.Model, before: tuple[Any, Any]) -> None:
     if any(one is not other for one, other in zip(compiled_parts(model), before, strict=True)):
         raise UsageError(
             "callbacks",
-            received="a model that was compiled, or given another optimizer, while fit runs",
-            expected="the optimizer, loss and metrics that fit began with",
-            fix="call fit for each of them; a callback may set learning_rate",
+            "a callback compiled the model or replaced its optimizer during fit",
+            fix="call fit again after each change (a callback may set learning_rate)",
             code="compiled-in-fit",
         )
 
@@ -409,11 +395,10 @@ def require_examples_first(model: keras.Model, job: Job, step: str, feed: Feed) 
     if _traces(model, job, step, batch_spec, rows=rows):
         raise UsageError(
             "data",
-            received=f"a batch whose first axis has {rows} rows: {step} works with all of them, "
-            f"and fails with the {mine} that one of {job.num_replicas} replicas gets",
-            expected="a step of any number of examples along the first axis, which replicas divide",
-            fix="take their number from the batch, as by tf.shape(x)[0]; give what is stacked as a "
-            "tuple (a, b), each with its examples first; or use strategy single",
+            f"{step} works with all {rows} rows of a batch, but fails with {mine} of them, the "
+            f"part of one of {job.num_replicas} replicas",
+            fix="read the number of examples from the batch (tf.shape(x)[0]), pass stacked arrays "
+            "as a tuple (a, b) with the examples first, or use strategy single",
             code="examples-not-first",
         )
 
@@ -440,9 +425,9 @@ def _require_built_parts(model: keras.Model) -> None:
         if not layer.built:
             raise UsageError(
                 "model",
-                received=f"{layer.name}, which is not built, in a model without `call`",
-                expected="layers that have their variables before the first step",
-                fix="build it inside `with strategy.scope():`, by build(shape) or a first call",
+                f"the model has no `call`, and its layer {layer.name} is not built",
+                fix="build the layer inside `with strategy.scope():`, with build(shape) or a first "
+                "call",
                 code="not-built",
             )
 
@@ -455,8 +440,8 @@ def _require_one_state(model: keras.Model, job: Job) -> None:
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise UsageError(
                 "model",
-                received=f"{layer.name}, which is stateful, under strategy {job.kind}",
-                expected="one replica, which sees batch after batch in their order",
+                f"strategy {job.kind} splits batches, but the stateful layer {layer.name} needs "
+                "whole batches in their order",
                 fix="use strategy single, or make the layer with stateful=False",
                 code="unsupported-layer",
             )

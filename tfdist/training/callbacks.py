@@ -86,18 +86,16 @@ def _require_callback(callback: Any) -> None:
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         raise UsageError(
             "callbacks",
-            received="keras.callbacks.BackupAndRestore, which repeats an epoch on newer weights",
-            expected="tfdist.BackupAndRestore, which resumes at the step",
-            fix="write tfdist.BackupAndRestore(directory)",
+            "keras.callbacks.BackupAndRestore would repeat an epoch with newer weights",
+            fix="use tfdist.BackupAndRestore(directory), which resumes at the step",
             code="unsupported-callback",
         )
     # Keras' CallbackList is a callback itself, and its entries would be ignored.
     if isinstance(callback, CallbackList) or not isinstance(callback, keras.callbacks.Callback):
         raise UsageError(
             "callbacks",
-            received=repr(callback)[:80],
-            expected="instances of keras.callbacks.Callback, or a list of them",
-            fix="make one of the class, which is derived from keras.callbacks.Callback",
+            f"{callback!r:.80} is not an instance of keras.callbacks.Callback",
+            fix="pass instances of classes that are derived from keras.callbacks.Callback",
             code="not-a-callback",
         )
 
@@ -108,11 +106,10 @@ def _require_whole_weights(callback: keras.callbacks.Callback, job: Job) -> None
     if saves and job.stages is not None and callback.save_freq != "epoch":
         raise UsageError(
             "callbacks",
-            received=f"{type(callback).__name__}(save_freq={callback.save_freq}) under strategy "
-            "pipeline",
-            expected='save_freq="epoch", as within an epoch each task has its own stage alone',
-            fix="leave save_freq out; tfdist.BackupAndRestore(directory, every_steps=...) saves "
-            "within an epoch",
+            f"{type(callback).__name__}(save_freq={callback.save_freq}) cannot save within an "
+            "epoch of a pipeline, because each task has only its own stage",
+            fix="leave out save_freq, or save within an epoch with "
+            "tfdist.BackupAndRestore(directory, every_steps=...)",
             code="unsupported-callback",
         )
 

@@ -293,4 +293,4 @@ def naming_a_lost_server() -> Iterator[None]:
         gone = Members.of(job.strategy).missing()
         if not gone:
             raise
-        raise PeerLost(f"{gone[0]} does not answer any more") from error
+        raise PeerLost(f"lost {gone[0]}: it does not answer") from error

@@ -36,8 +36,7 @@ class VirtualEpochs:
         if self.checkpoints > self.total_examples:
             raise UsageError(
                 "VirtualEpochs",
-                received=f"checkpoints={self.checkpoints}, total_examples={self.total_examples}",
-                expected="at least one example between two checkpoints",
+                f"checkpoints={self.checkpoints} exceeds total_examples={self.total_examples}",
                 fix="lower checkpoints",
                 code="too-many-checkpoints",
             )

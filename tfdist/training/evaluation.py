@@ -248,7 +248,7 @@ class Evaluator(keras.callbacks.Callback):
     def _look(self) -> None:
         if self.files is not None and not self.has_stopped and self.files.is_stop_requested:
             self.has_stopped = self.model.stop_training = True
-            _LOG.info("the evaluator asks to stop (%s)", self.files.stop_file)
+            _LOG.info("the evaluator requested a stop (%s)", self.files.stop_file)
 
 
 def evaluator_of(callbacks: Any, *, job: Job, validation_data: Any) -> Evaluator | None:
@@ -261,22 +261,20 @@ def evaluator_of(callbacks: Any, *, job: Job, validation_data: Any) -> Evaluator
     given = next((c for c in listed if isinstance(c, Evaluator)), None)
     if not job.has_evaluator:
         if given is not None:
-            _LOG.warning("no evaluator in this job: start it with --evaluator")
+            _LOG.warning("this job has no evaluator: start it with --evaluator")
         return None
     evaluator = given or Evaluator()
     require(
         validation_data is not None,
         "fit",
-        received="no validation_data in a job with an evaluator",
-        expected="what it is to evaluate checkpoints on",
+        "a job with an evaluator needs validation_data",
         fix="pass validation_data, or start the job without --evaluator",
         code="missing-validation",
     )
     require(
         _backups(listed),
         "callbacks",
-        received="no tfdist.BackupAndRestore in a job with an evaluator",
-        expected="one, whose checkpoints it is to evaluate",
+        "a job with an evaluator needs tfdist.BackupAndRestore, which saves its checkpoints",
         fix="add tfdist.BackupAndRestore(directory), or start the job without --evaluator",
         code="missing-backup",
     )
@@ -390,9 +388,9 @@ def _require_no_validation(callback: Any) -> None:
     if isinstance(name, str) and name.startswith("val_"):
         raise UsageError(
             "callbacks",
-            received=f"{kind}, which follows {name!r}, in a job with an evaluator",
-            expected="metrics of the training: those of the validation come later, while the "
-            "next epoch runs",
-            fix=f"use tfdist.Evaluator({name!r}, patience=...), which keeps the best and can stop",
+            f"{kind} monitors {name!r}, but the evaluator computes this metric after the epoch's "
+            "logs are complete",
+            fix=f"use tfdist.Evaluator({name!r}, patience=...), which keeps the best model and can "
+            "stop the job",
             code="unsupported-monitor",
         )

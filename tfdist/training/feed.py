@@ -175,7 +175,7 @@ class Feed(abc.ABC):
 
     def at(self, step: tf.Tensor) -> list[Part]:
         """Return the parts of this task's replicas in `step` (scalar int64), in pure graph code."""
-        raise TypeError(f"{type(self).__name__} has no batch for a step by itself")
+        raise TypeError(f"{type(self).__name__} cannot compute the batch of a single step")
 
     def iterator(self, step: int) -> Any:
         """Return the iterator positioned at `step`, a new iterator after a jump between steps."""
@@ -424,9 +424,9 @@ def require_even(sizes: set[int]) -> None:
     if len(sizes) > 1:
         raise UsageError(
             "data",
-            received=f"a batch whose parts have {', '.join(map(str, sorted(sizes)))} rows",
-            expected="a row for each example in every part, as replicas divide a batch",
-            fix="repeat in the data what belongs to all examples, or use strategy single",
+            f"the parts of a batch have {', '.join(map(str, sorted(sizes)))} rows, so replicas "
+            "cannot divide it",
+            fix="repeat shared values for each example in the data, or use strategy single",
             code="uneven-parts",
         )
 

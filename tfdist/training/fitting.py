@@ -96,7 +96,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     require_int("initial_epoch", initial_epoch, least=0)
     seed = _checked(run.seed, run.max_staleness)
     if not isinstance(validation_freq, list):
-        fix = "write validation_freq=2, or a list of epochs from 1 on"
+        fix = "pass validation_freq=2, or a list of epochs from 1 on"
         validation_freq = require_int("validation_freq", validation_freq, least=1, fix=fix)
     is_list = isinstance(validation_freq, list)
     lengths = {
@@ -314,8 +314,7 @@ class StepLoop:
         require(
             self._job.kind != "pipeline",
             "StepLoop",
-            received="a step function under strategy pipeline",
-            expected="a model and Keras' own step, which stages compute",
+            "strategy pipeline cannot divide a step function into stages",
             fix="call tfdist.fit, or use another strategy",
             code="own-step",
         )

@@ -66,9 +66,8 @@ def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any
     require(
         number and 0 <= validation_split < 1,
         "validation_split",
-        received=repr(validation_split),
-        expected="a number from 0 up to, but not including, 1",
-        fix="pass the share of the examples that validation takes, such as 0.1",
+        f"{validation_split!r} is not a number from 0 up to, but not including, 1",
+        fix="pass the fraction of the examples for validation, such as 0.1",
         code="not-a-share",
     )
     try:
@@ -76,9 +75,8 @@ def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any
     except ValueError as error:
         raise UsageError(
             "validation_split",
-            received=f"{validation_split}, and this: {' '.join(str(error).split())[:160]}",
-            expected="arrays, with an example at least on each side",
-            fix="pass arrays, or validation_data",
+            f"Keras cannot split the data: {' '.join(str(error).split())[:160].rstrip('.')}",
+            fix="pass arrays with an example on each side, or validation_data",
             code="cannot-split",
         ) from error
 
@@ -116,8 +114,7 @@ def prepare(
     require(
         plan.all_full or not (ready and length.virtual_epochs),
         "virtual_epochs",
-        received=f"boundaries inside batches that come ready, of {batch} examples",
-        expected="boundaries between batches, or data by index, whose batches can be cut",
+        f"a virtual epoch ends inside a batch of {batch} examples, which tfdist cannot divide",
         fix=f"make total_examples a multiple of checkpoints * {batch}, or pass arrays",
         code="cut-batches",
     )
@@ -181,9 +178,8 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
         if length.epochs != 1 or length.steps_per_epoch is not None:
             raise UsageError(
                 "tfdist.fit",
-                received="virtual_epochs together with epochs or steps_per_epoch",
-                expected="one of the two ways to say how long a run is",
-                fix="leave epochs and steps_per_epoch out",
+                "virtual_epochs excludes epochs and steps_per_epoch",
+                fix="leave out epochs and steps_per_epoch",
                 code="exclusive",
             )
         return EpochPlan.from_boundaries(virtual.boundaries(), global_batch_size=batch)
@@ -196,8 +192,7 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
     if per_epoch is None:
         raise UsageError(
             "tfdist.fit",
-            received="data of unknown length and no steps_per_epoch",
-            expected="to know how long an epoch is",
+            "the length of the data is unknown, and steps_per_epoch is not set",
             fix="pass steps_per_epoch (validation_steps, steps), or virtual_epochs",
             code="unknown-length",
         )
@@ -209,10 +204,9 @@ def _require_enough(batch: int, job: Job) -> None:
     if batch < job.num_replicas:
         raise UsageError(
             "batch_size",
-            received=f"a global batch of {batch} for {job.num_replicas} replicas",
-            expected="at least one example for each replica",
-            fix=f"pass batch_size={job.num_replicas} or more (or validation_batch_size; a dataset "
-            "has it in its batch()), or use fewer devices",
+            f"a global batch of {batch} is too small for {job.num_replicas} replicas",
+            fix=f"pass batch_size={job.num_replicas} or more (also validation_batch_size, or the "
+            "batch() of a dataset), or use fewer devices",
             code="batch-too-small",
         )
 
@@ -224,9 +218,8 @@ def _require_class_weight(class_weight: Any) -> None:
         class_weight is None
         or (classes and all(isinstance(c, int | np.integer) and c >= 0 for c in classes)),
         "class_weight",
-        received=repr(class_weight)[:80],
-        expected="a dict of class numbers, from 0 up, and weights",
-        fix="write it as {0: 1.0, 1: 2.5}; a class that is not in it weighs 1",
+        f"{class_weight!r:.80} is not a dict of class numbers (from 0) and weights",
+        fix="write a dict such as {0: 1.0, 1: 2.5} (missing classes weigh 1)",
         code="wrong-type",
     )
 
@@ -256,10 +249,8 @@ def _with_weight(spec: Any) -> Any:
     require(
         one_each and weight is None,
         "class_weight",
-        received="class_weight with sample weights, several outputs, no targets, or examples of "
-        "several classes",
-        expected="a class for each example, as a number or one-hot, and no sample weights",
-        fix="pass sample_weight alone, with the class weights multiplied in",
+        "class_weight needs one output with one class for each example, and no sample weights",
+        fix="pass only sample_weight, multiplied by the class weights",
         code="class-weight-data",
     )
     return x, y, tf.TensorSpec([None], tf.float32)
@@ -270,8 +261,8 @@ def _with_weight(spec: Any) -> Any:
 
 _DEFAULT_BATCH_SIZE = 32
 _COUNTING = (
-    "a dataset does not tell its length, and is read once to count its batches; steps_per_epoch "
-    "(validation_steps, steps) or tf.data.experimental.assert_cardinality(n) saves that"
+    "the length of a dataset is unknown: it is read once to count its batches. To avoid this, pass "
+    "steps_per_epoch (validation_steps, steps) or use tf.data.experimental.assert_cardinality(n)"
 )
 
 
@@ -296,9 +287,8 @@ def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[i
     if batches == 0:
         raise UsageError(
             "data",
-            received="a dataset without a batch",
-            expected="at least one batch",
-            fix="check the files it reads, and drop_remainder",
+            "the dataset has no batches",
+            fix="check the files that it reads, and drop_remainder",
             code="no-data",
         )
     return batch, None if batches is None else batches * batch

@@ -274,9 +274,9 @@ class TrainLoop:
             return
         self._warned = True
         _LOG.warning(
-            "loss: received %s in epoch %d; expected a finite number. Fix: lower the learning "
-            "rate, set clipnorm, or look for NaN in the data; the run goes on, unless "
-            "keras.callbacks.TerminateOnNaN() stops it",
+            "loss: %s in epoch %d is not finite; continuing the run. Fix: lower the learning rate, "
+            "set clipnorm, or look for NaN in the data (keras.callbacks.TerminateOnNaN() stops "
+            "such a run)",
             loss,
             epoch + 1,
         )
@@ -318,7 +318,9 @@ class TrainLoop:
             blocks.engine.publish_state(blocks.program)
             metrics = ended or logs or blocks.metrics({})
             if wrong := resume.reason_not_to_save(model, metrics):
-                _LOG.warning("%s at step %d: not saved; the one before it is kept", wrong, step)
+                _LOG.warning(
+                    "%s at step %d: checkpoint skipped, previous checkpoint kept", wrong, step
+                )
                 backup.pass_over()
                 return
             more = resume.epoch_at(step, self._epochs) | resume.kept_logs(logs)

@@ -191,9 +191,8 @@ def plain(function: Callable[[Any], Any], job: Job, *, where: str) -> Callable[[
     if several and isinstance(function, tf.types.experimental.PolymorphicFunction):
         raise UsageError(
             where,
-            received=f"a tf.function, under strategy {job.kind}",
-            expected="a plain method or function, which is compiled with the steps around it",
-            fix="leave @tf.function out",
+            f"strategy {job.kind} cannot run a step that is a tf.function",
+            fix="remove @tf.function (tfdist compiles the step)",
             code="compiled-step",
         )
     return function
@@ -253,9 +252,8 @@ def _logs_of(outputs: Any) -> dict[str, Any]:
     require(
         isinstance(outputs, dict) and outputs,
         "step",
-        received=f"a {type(outputs).__name__} from a step",
-        expected="a dict of one or more scalars by name",
-        fix='return {"loss": loss}, for example',
+        f"the step returned a {type(outputs).__name__} without named scalars",
+        fix='return a dict, such as {"loss": loss}',
         code="no-logs",
     )
     return flat_logs(outputs)

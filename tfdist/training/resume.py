@@ -64,10 +64,10 @@ def _acquire(backup: BackupAndRestore, job: Job) -> None:
             if options.attempt == 1:
                 raise
             if time.monotonic() >= deadline_s:
-                waited = f"waited {options.startup_timeout_s:g} s for the attempt before"
+                waited = f"waited {options.startup_timeout_s:g} s for the previous attempt"
                 raise StartupTimeout(f"{waited}: {error}") from error
             if not is_logged:
-                _LOG.warning("waiting for the attempt before to end: %s", error)
+                _LOG.warning("waiting for the previous attempt to exit: %s", error)
             is_logged = True
         time.sleep(_AGAIN_S)
 
@@ -124,9 +124,8 @@ def require_resumable(plan: RunPlan, *, job: Job) -> None:
     if differences:
         raise UsageError(
             "BackupAndRestore",
-            received=f"a checkpoint of another run: {', '.join(differences)}",
-            expected="the data, batch size, seed and epochs that it was saved with",
-            fix="use another directory, or start from its weights with initial_weights",
+            f"the checkpoint belongs to another run: {', '.join(differences)}",
+            fix="use another directory, or start from the saved weights with initial_weights",
             code="another-run",
         )
 
@@ -139,8 +138,8 @@ def require_resumable(plan: RunPlan, *, job: Job) -> None:
 
 
 NOTHING_LEFT = (
-    "the run had come to its end at step %d, and nothing is left to do: checkpoints in %s; "
-    "a new run needs another directory"
+    "the run already finished at step %d (checkpoints in %s). To start a new run, use another "
+    "directory"
 )
 _KEY = "logs_before_validation"
 
@@ -149,14 +148,14 @@ def stop_message(signum: int, *, step: int, saved_step: int | None, has_backup: 
     """Return the line that the chief logs and that `Stopped` has as its message."""
     stopped = f"stopped by {signal.Signals(signum).name} at step {step}"
     if not has_backup:
-        return f"{stopped}; nothing is saved, as there is no tfdist.BackupAndRestore"
+        return f"{stopped}; no state saved, because fit has no tfdist.BackupAndRestore"
     if saved_step is None:
-        return f"{stopped}; there was nothing to save yet"
+        return f"{stopped}; no state saved yet"
     if saved_step != step:
         stopped += f", state of step {saved_step} saved"
     else:
         stopped += ", state saved"
-    return f"{stopped}; run the same command again to go on"
+    return f"{stopped}; run the same command again to resume"
 
 
 def kept_logs(logs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -191,7 +190,7 @@ def reason_not_to_save(model: keras.Model, metrics: Mapping[str, Any]) -> str:
     """
     loss = metrics.get("loss", 0.0)
     if not np.isfinite(loss):
-        return f"the loss is {loss}"
+        return f"loss is {loss}"
     if np.isfinite(metrics.get("val_loss", 0.0)):
         return ""
     weights = [np.asarray(weight) for weight in model.get_weights()]
@@ -243,24 +242,23 @@ def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) 
     if any(backup.exact for backup in backups):
         if job.kind == "ps":
             raise _refused(
-                f"strategy {job.kind}",
-                expected="strategy single, mirrored, multiworker or pipeline, whose steps have one "
-                "order and are searched for draws of their own",
+                "the steps of strategy ps have no fixed order",
+                fix="use strategy single, mirrored, multiworker or pipeline",
             )
         if job.stages is not None and job.stages.options.split_size == "auto":
             raise _refused(
-                'split_size="auto", which goes by measured times',
-                expected="a number of examples, or none for the default",
+                'split_size="auto" depends on measured times',
+                fix="pass a number of examples, or leave out split_size",
             )
         if stream:
             raise _refused(
-                f"{feed.source.describe()}, which a resumed run can only read again",
-                expected="data by index: arrays, TFRecord files, TFDS, or a sequence",
+                f"a resumed run can only replay the data ({feed.source.describe()})",
+                fix="use data by index (arrays, TFRecord files, TFDS, or a sequence)",
             )
     elif backups and stream and job.is_chief:
         _LOG.info(
-            "%s: a resumed run reads it again up to its step (replay), which gives the same "
-            "bits only where the stream gives the same batches",
+            "%s: a resumed run reads the stream again up to its step (replay); its results are "
+            "bit-identical only if the stream returns the same batches",
             feed.source.describe(),
         )
 
@@ -277,16 +275,15 @@ def require_deterministic(graph: Any) -> None:
     found = sorted({f"{n.op} ({n.name})" for body in bodies for n in body if n.op in DRAWING})
     if found:
         raise _refused(
-            f"a step that draws from no seed of the run: {named(found, most=_OPS_SHOWN)}",
-            expected="random draws by Keras' layers, or with a keras.random.SeedGenerator",
+            f"the step draws without a seed of the run: {named(found, most=_OPS_SHOWN)}",
+            fix="draw in Keras' layers, or with a keras.random.SeedGenerator",
         )
 
 
-def _refused(received: str, *, expected: str) -> UsageError:
+def _refused(problem: str, *, fix: str) -> UsageError:
     return UsageError(
         "BackupAndRestore(exact=True)",
-        received=received,
-        expected=expected,
-        fix="change it, or leave exact=True out and resume to a like run, not to the same bits",
+        problem,
+        fix=f"{fix}, or leave out exact=True (results may then differ after a resume)",
         code="not-exact",
     )

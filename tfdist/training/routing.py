@@ -72,9 +72,8 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         assert job is not None
         raise UsageError(
             f"{_caller()}: model.{name}",
-            received=f"a call under strategy {job.kind}",
-            expected="a call of fit, of which a step is a part",
-            fix="call model.fit, or use tfdist.StepLoop for a loop of your own",
+            f"strategy {job.kind} cannot run a single step",
+            fix="call model.fit, or write your own loop with tfdist.StepLoop",
             code="native-call",
         )
     if name.endswith("_on_batch"):
@@ -112,7 +111,7 @@ def _reason_for_keras(model: keras.Model, arguments: Mapping[str, Any]) -> str |
     if tf.config.functions_run_eagerly():
         return "tf.config.run_functions_eagerly(True)"
     if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
-        return "keras.callbacks.BackupAndRestore; tfdist.BackupAndRestore resumes at the step"
+        return "keras.callbacks.BackupAndRestore (tfdist.BackupAndRestore resumes at the step)"
     for data in keras.tree.flatten([arguments.get("x"), arguments.get("validation_data")]):
         modules = [c.__module__ for c in type(data).__mro__]
         foreign = any(name.startswith(_WITHOUT_INDEX) for name in modules)
@@ -127,9 +126,8 @@ def _require_no_search(arguments: Mapping[str, Any], job: Job) -> None:
         require(
             not type(callback).__module__.startswith("keras_tuner."),
             "tuner.search",
-            received=f"a search in each task of a {job.kind} job",
-            expected="one process, single or mirrored",
-            fix="use tfdist.tuning.search(tuner, ..., strategy=...)",
+            f"each task of the {job.kind} job would run its own search",
+            fix="call tfdist.tuning.search(tuner, ..., strategy=...) in a single process",
             code="search-in-a-job",
         )
 
@@ -137,8 +135,8 @@ def _require_no_search(arguments: Mapping[str, Any], job: Job) -> None:
 def _tell_of_training_alone(job: Job, name: str) -> None:
     if job.config is not None and len(job.config.cluster.tasks()) > 1:
         warn_once(
-            f"{_caller()}: model.{name} trains a model made outside strategy.scope(), and each "
-            "task that calls it trains a model of its own. Fix: make and compile the model inside "
+            f"{_caller()}: model.{name} trains a model made outside strategy.scope(), so each task "
+            "trains a separate model. Fix: make and compile the model inside "
             "`with strategy.scope():`"
         )
 

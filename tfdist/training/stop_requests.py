@@ -73,7 +73,9 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is not threading.main_thread():
-            _LOG.debug("not the main thread: SIGTERM, SIGUSR1 and SIGINT stay as they are")
+            _LOG.debug(
+                "not in the main thread: the handlers of SIGTERM, SIGUSR1 and SIGINT are unchanged"
+            )
             return self
         _forget_in_children()
         _entered.append(self)

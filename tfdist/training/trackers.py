@@ -242,7 +242,7 @@ class Tracker(keras.callbacks.Callback):
 def warn(what: str, error: Exception) -> None:
     """Log one warning line that a tracker is disabled."""
     gist = (str(error).splitlines() or [""])[0]
-    _LOG.warning("%s (%s: %s); the training goes on without it", what, type(error).__name__, gist)
+    _LOG.warning("%s (%s: %s); the training continues without it", what, type(error).__name__, gist)
 
 
 def crossed(before: int, after: int, every: int) -> bool:
@@ -351,7 +351,7 @@ def make_tracker(
         make = _make_mlflow if name == "mlflow" else _make_wandb
         return make(run_name, directory, config)
     except Exception as error:
-        why = "is not installed" if isinstance(error, ImportError) else "cannot begin a run"
+        why = "is not installed" if isinstance(error, ImportError) else "cannot start a run"
         warn(f"{TRACKERS[name]} {why}", error)
         return None
 

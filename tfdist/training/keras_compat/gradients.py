@@ -92,9 +92,8 @@ def _require_built(optimizer: Any) -> None:
     if not optimizer.built:
         raise UsageError(
             "optimizer",
-            received=f"{type(optimizer).__name__} {optimizer.name!r} in a step, and not built",
-            expected="one that has its variables before the first step",
-            fix="call its build(variables) inside `with strategy.scope():`",
+            f"a step uses the {type(optimizer).__name__} {optimizer.name!r}, which is not built",
+            fix="call its build(variables) inside `with strategy.scope():` before the first step",
             code="not-built",
         )
 

@@ -40,7 +40,7 @@ _PRODUCTS = frozenset(("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"))
 _QUOTIENTS = frozenset(("RealDiv", "DivNoNan"))
 _OF_A_BATCH = keras.losses.Dice, keras.losses.Tversky
 _MEAN = "sum_over_batch_size"
-_WHOLE_BATCHES = "; set PipelineOptions(split_size=...) to the batch size to compare all of them"
+_WHOLE_BATCHES = ". Fix: set PipelineOptions(split_size=...) to the batch size"
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 _SOURCE = f"{_KERAS}/losses/loss.py"
 _TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow/python"
@@ -169,9 +169,9 @@ def _sums_in_step(trace: StepTrace, what: str) -> bool:
     """Return whether replicas can sum at this place. Warn if several replicas cannot."""
     if trace.num_replicas > 1 and not trace.is_in_step():
         warn_once(
-            f"{what} in a loop or condition of the step is divided by what each of "
-            f"{trace.num_replicas} replicas counts for itself, which is not what one device "
-            "computes; compute it in the step itself"
+            f"{what} in a loop or condition of the step is divided by the own count of each of "
+            f"{trace.num_replicas} replicas, so it differs from the value on one device. "
+            "Fix: compute it in the step itself"
         )
     return trace.num_replicas > 1 and trace.is_in_step()
 
@@ -201,9 +201,9 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
     if has_examples(value, trace.batch_axes, number=number, what=what):
         return True
     warn_once(
-        f"{what} of shape {tuple(value.shape)} on {trace.num_replicas} replicas: its numbers are "
-        "taken for means over the batch; sums over the batch would count "
-        f"1/{trace.num_replicas} of what they count on one device: make them means"
+        f"{what} of shape {tuple(value.shape)} on {trace.num_replicas} replicas: tfdist treats its "
+        f"numbers as means over the batch. Fix: return means (sums count 1/{trace.num_replicas} of "
+        "their value on one device)"
     )
     return False
 
@@ -214,11 +214,11 @@ def has_examples(loss: tf.Tensor, batch_axes: BatchAxes, *, number: int, what: s
     if found is None:
         raise UsageError(
             "loss",
-            received=f"a loss of shape {loss.shape}, by {what}",
-            expected="one number, or an axis of the batch whose size follows the batch size",
+            f"the loss of shape {loss.shape}, from {what}, is neither one number nor has an axis "
+            "that follows the batch size",
             fix="reduce the loss to one number, or set its shape: loss.set_shape([]) for one "
-            "number, loss.set_shape(y.shape[:1]) for a loss of each example; to leave out "
-            "examples, let their losses be 0",
+            "number, loss.set_shape(y.shape[:1]) for a loss of each example. To leave out "
+            "examples, set their losses to 0",
             code="unknown-shape",
         )
     return found
@@ -290,8 +290,8 @@ def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
     """Warn if a loss depends on products of the batch with itself, as contrastive losses do."""
     if compares_examples(targets, trace):
         warn_once(
-            f"a matrix product of the batch with itself {trace.division}: each compares the "
-            "examples of its own part only, so that the loss is not what one device computes"
+            f"a matrix product of the batch with itself {trace.division} compares only examples "
+            "of the same part, so the loss differs from the loss on one device"
             + _WHOLE_BATCHES
             * (trace.micros > 1)
         )
@@ -337,8 +337,8 @@ def _warn_of_quotients(targets: Sequence[Any], trace: StepTrace) -> None:
         if of_sum and any(_is_of_part(op, trace) for op in ops_behind([denominator])):
             warn_once(
                 "a loss that is a sum over the batch is divided by a number of each of "
-                f"{parts}' own: it counts {count} times what it "
-                'counts on one device; let the loss take the mean (reduction="mean")'
+                f"{parts}: it counts {count} times as much as on one device. "
+                'Fix: let the loss compute the mean (reduction="mean")'
             )
             return
 
@@ -394,9 +394,9 @@ def _noting_losses(original: Original, trace: StepTrace, self: Any, *args: Any, 
     for _, loss, *_ in self._flat_losses if trace.division else ():
         if _is_of_a_batch(loss):
             warn_once(
-                f"{type(loss).__name__} of a whole batch {trace.division}: each "
-                "computes that of its own part only, which is not what one device computes; "
-                "pass the axes of an example, as axis=(1, 2, 3)"
+                f"{type(loss).__name__} of a whole batch {trace.division} is computed for each "
+                "part of the batch, so it differs from the loss on one device. "
+                "Fix: pass the axes of an example, as axis=(1, 2, 3)"
             )
     return total
 

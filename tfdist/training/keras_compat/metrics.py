@@ -144,10 +144,8 @@ def _formula(name: str, log: Any, trace: StepTrace) -> _Formula | None:
     require(
         not hides and not any(op.type == "Placeholder" or op._is_stateful for op in rest),
         "step",
-        received=f"{name!r}, computed from a metric and from other values of the step",
-        expected="logs that are computed from metrics only, or not from metrics, on several "
-        "replicas and under ps",
-        fix="return the metric's result and the other value under keys of their own, and call "
+        f"the log {name!r} combines a metric with other values of the step",
+        fix="return the metric's result and the other value under separate keys, and call "
         "result() outside of tf.cond and tf.function",
         code="metric-in-log",
     )
@@ -307,8 +305,8 @@ def _is_sum(value: Any, trace: StepTrace) -> bool:
     """
     if isinstance(value, int) and value == trace.rows() and value > 1:
         warn_once(
-            f"a metric gets the number {value}, which is taken for the number of examples on a "
-            "replica. Fix: to count examples, pass tf.shape(x)[0]"
+            f"a metric gets the number {value}, which tfdist treats as the number of examples on a "
+            "replica. Fix: pass tf.shape(x)[0] to count examples"
         )
         return True
     if not tf.is_symbolic_tensor(value):

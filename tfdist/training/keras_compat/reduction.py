@@ -56,8 +56,8 @@ def warn_of_its_own(optimizer: Any) -> None:
         if not owner.__module__.startswith("keras.src."):
             warn_once(
                 f"{owner.__name__}.{name} gets the gradients of each replica's own part of the "
-                "batch: to clip or normalise them there is not what one device does; do it in "
-                "update_step, or by clipnorm, clipvalue or global_clipnorm"
+                "batch, so clipping or normalizing there differs from one device. Fix: do it in "
+                "update_step, or with clipnorm, clipvalue or global_clipnorm"
             )
 
 

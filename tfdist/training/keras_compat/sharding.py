@@ -46,25 +46,21 @@ def require_by_element(optimizer: Any, variables: Sequence[Any]) -> None:
     inner = _innermost(optimizer)
     if type(inner) not in BY_ELEMENT:
         raise not_sharded(
-            f"{type(inner).__name__}, whose update may need whole variables",
-            expected=f"one of {', '.join(kind.__name__ for kind in BY_ELEMENT)}",
+            f"the update of {type(inner).__name__} may need whole variables",
+            fix=f"use {', '.join(kind.__name__ for kind in BY_ELEMENT)}, or leave out "
+            "sharded_optimizer",
         )
     for variable in variables:
         if variable.dtype not in _TYPES:
             raise not_sharded(
-                f"{variable.path} of {variable.dtype}",
-                expected=f"trainable variables of {', '.join(_TYPES)}",
-                fix="use a mixed precision, which keeps float32 weights, or leave "
-                "sharded_optimizer out",
+                f"{variable.path} has dtype {variable.dtype}, not {', '.join(_TYPES)}",
+                fix="use mixed precision, which keeps float32 weights, or leave out "
+                "sharded_optimizer",
             )
 
 
-def not_sharded(
-    received: str, *, expected: str, fix: str = "leave it or sharded_optimizer out"
-) -> UsageError:
-    return UsageError(
-        "sharded_optimizer", received=received, expected=expected, fix=fix, code="not-sharded"
-    )
+def not_sharded(problem: str, *, fix: str = "leave out sharded_optimizer") -> UsageError:
+    return UsageError("sharded_optimizer", problem, fix=fix, code="not-sharded")
 
 
 @contextlib.contextmanager
@@ -81,9 +77,8 @@ def building_in_parts(optimizer: Any, job: Job) -> Iterator[None]:
         return
     if optimizer.built:
         raise not_sharded(
-            f"{type(optimizer).__name__}, which is built with whole slots",
-            expected="an optimizer without any, of which each worker makes its part",
-            fix="compile the model with a new optimizer, whose first fit is sharded",
+            f"{type(optimizer).__name__} is already built with whole slots",
+            fix="compile the model with a new optimizer, and shard it from its first fit",
         )
     with building_by(optimizer, lambda variables: _build(optimizer, variables, job)):
         yield
@@ -153,8 +148,7 @@ def _step_of(optimizer: Any) -> StepTrace:
     trace = current()
     if trace is None or not trace.in_hook:
         raise not_sharded(
-            f"{type(optimizer).__name__}.apply outside of a step of tfdist",
-            expected="updates in the steps of tfdist.fit",
+            f"{type(optimizer).__name__}.apply was called outside a step of tfdist.fit",
             fix="use another optimizer there",
         )
     return trace
@@ -196,8 +190,8 @@ def _check_finite(optimizer: Any, grads: Any) -> Any:
 def _save_nothing(optimizer: Any, store: Any) -> None:
     """Leave the slots out of a `.keras` file, because its writer has only its own part."""
     warn_once(
-        f"the state of {type(optimizer).__name__} is sharded: files of the model are without it; "
-        "checkpoints of BackupAndRestore have it"
+        f"the state of {type(optimizer).__name__} is sharded: model files do not contain it, but "
+        "checkpoints of BackupAndRestore do"
     )
 
 

@@ -98,8 +98,7 @@ def _metrics_before_the_step(original: Original, trace: StepTrace, self: Any, *a
     if trace.updates and (on_ps or len(strategy.extended.worker_devices) > 1):
         raise UsageError(
             "metrics",
-            received="metrics of compile that have no variables yet in a step, on several devices",
-            expected="metrics that are built before the first step",
+            "the metrics of compile are not built before the first step on several devices",
             fix="leave metrics out of compile, make them attributes of the model inside "
             "`with strategy.scope():`, and update them in the step",
             code="not-built",
@@ -279,7 +278,7 @@ def _warn_in_loop(trace: StepTrace) -> None:
     if graph is not trace.graph and type(graph).__name__ == "WhileBodyFuncGraph":
         warn_once(
             "a random draw inside a loop of the model gives the same numbers in each iteration "
-            "of that loop; draw before the loop, or give the iteration's number as the seed"
+            "of that loop. Fix: draw before the loop, or pass the iteration's number as the seed"
         )
 
 
