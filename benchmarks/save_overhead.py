@@ -61,7 +61,7 @@ def measure_tfdist(args: argparse.Namespace) -> None:
 def _backups(directory: str) -> list[Any]:
     import tfdist
 
-    return [tfdist.BackupAndRestore(directory, every_steps=EVERY_STEPS)]
+    return [tfdist.BackupAndRestore(directory, save_freq=EVERY_STEPS)]
 
 
 def _epoch_s(model: Any, x: Any, y: Any, backups: list[Any]) -> float:
@@ -95,7 +95,7 @@ ROW = row.Row(
     },
     claims=(
         row.Claim(
-            what="steps/s with every_steps=100 / without a backup",
+            what="steps/s with save_freq=100 / without a backup",
             value=lambda pair: row.figure(pair, "tfdist", "throughput"),
             target=0.98,
             at_least=True,

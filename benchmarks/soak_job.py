@@ -99,7 +99,7 @@ def _round(model: Any, number: int, *, backups: Path, progress: Progress) -> Non
         progress,
         keras.callbacks.EarlyStopping("val_loss", patience=10**6, restore_best_weights=True),
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: 1e-3),
-        tfdist.BackupAndRestore(backups, every_steps=EVERY_STEPS),
+        tfdist.BackupAndRestore(backups, save_freq=EVERY_STEPS),
     ]
     options: dict[str, Any] = {
         "epochs": epochs,

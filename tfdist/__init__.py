@@ -17,6 +17,7 @@ _HOME_OF = {
     "barrier": "tfdist.strategy",
     "broadcast": "tfdist.strategy",
     "on_chief": "tfdist.strategy",
+    "run_dir": "tfdist.strategy",
     "fit": "tfdist.training.fitting",
     "evaluate": "tfdist.training.evaluation",
     "predict": "tfdist.training.evaluation",
@@ -26,6 +27,7 @@ _HOME_OF = {
     "BackupAndRestore": "tfdist.checkpoint.backup",
     "Evaluator": "tfdist.training.evaluation",
     "ModelCheckpoint": "tfdist.checkpoint.backup",
+    "PublishModel": "tfdist.checkpoint.publish",
     "load_weights": "tfdist.checkpoint.warm_start",
     "TfdistError": "tfdist.errors",
     "UsageError": "tfdist.errors",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 
     from tfdist import data, errors, tuning
     from tfdist.checkpoint.backup import BackupAndRestore, ModelCheckpoint
+    from tfdist.checkpoint.publish import PublishModel
     from tfdist.checkpoint.warm_start import load_weights
     from tfdist.errors import (
         JobFailed,
@@ -61,7 +64,7 @@ if TYPE_CHECKING:
     from tfdist.find.learning_rate import find_learning_rate
     from tfdist.launch.spawn import spawn
     from tfdist.serving.export import export_model
-    from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief
+    from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief, run_dir
     from tfdist.strategy.stages import PipelineOptions
     from tfdist.training.epochs import VirtualEpochs
     from tfdist.training.evaluation import Evaluator, evaluate, predict
@@ -75,6 +78,7 @@ __all__ = [
     "ModelCheckpoint",
     "PeerLost",
     "PipelineOptions",
+    "PublishModel",
     "Run",
     "StartupTimeout",
     "StepLoop",
@@ -97,6 +101,7 @@ __all__ = [
     "make_strategy",
     "on_chief",
     "predict",
+    "run_dir",
     "spawn",
     "tuning",
 ]

@@ -54,7 +54,7 @@ def main() -> None:
         batch_size=64,  # of all workers together
         epochs=args.epochs,
         validation_data=validation,
-        callbacks=[tfdist.BackupAndRestore(f"{args.dir}/backup", every_steps=20)],
+        callbacks=[tfdist.BackupAndRestore(f"{args.dir}/backup", save_freq=20)],
     )
     if tfdist.is_chief():  # one task writes
         model.save(f"{args.dir}/model.keras")

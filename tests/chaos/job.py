@@ -125,7 +125,7 @@ def _data() -> tuple[Any, Any]:
     images = random.normal(size=(700, 8, 8, 1)).astype("float32")
     means = images[:, :4, :4].mean((1, 2, 3)), images[:, 4:, 4:].mean((1, 2, 3))
     labels = (means[0] > 0) * 2 + (means[1] > 0)
-    augmented = Compose([RandomCrop(padding=1), RandomFlip()])
+    augmented = Compose([RandomCrop(padding=1), RandomFlip("horizontal")])
     training = ArraySource(images[:500], labels[:500], transform=augmented)
     return training, (images[500:], labels[500:])
 
@@ -208,8 +208,8 @@ def _timed_backup(args: argparse.Namespace, *, marks: Marks, faults: InTask) -> 
             return super().save(*args, **options)
 
     if args.variant == "auto":
-        return Backup(args.checkpoints, every="auto", mtbf_s=10.0)
-    return Backup(args.checkpoints, every_steps=6, every_s=0.2, exact=args.variant == "exact")
+        return Backup(args.checkpoints, save_freq="auto", mtbf_s=10.0)
+    return Backup(args.checkpoints, save_freq=6, every_s=0.2, exact=args.variant == "exact")
 
 
 def _verdict(

@@ -179,7 +179,7 @@ def test_keras_22010_a_run_interrupted_within_an_epoch_goes_on_at_its_rate(two, 
         schedule = keras.optimizers.schedules.ExponentialDecay(1e-2, 10, 0.9)
         with two.scope():
             model = models.regression(keras.optimizers.SGD(schedule, momentum=0.9))
-        listed = [tfdist.BackupAndRestore(tmp_path / directory, every_steps=2), rates, *more]
+        listed = [tfdist.BackupAndRestore(tmp_path / directory, save_freq=2), rates, *more]
         history = tfdist.fit(
             model, X, Y, batch_size=8, epochs=4, seed=3, verbose=0, callbacks=listed
         )
@@ -205,7 +205,7 @@ def test_keras_20463_a_backup_that_was_damaged_is_not_the_last_one(one, tmp_path
     def train(directory, *more):
         with one.scope():
             model = models.regression("adam")
-        backup = tfdist.BackupAndRestore(tmp_path / directory, every_steps=4)
+        backup = tfdist.BackupAndRestore(tmp_path / directory, save_freq=4)
         listed = [backup, *more]
         tfdist.fit(model, X, Y, batch_size=8, epochs=3, seed=3, verbose=0, callbacks=listed)
         return models.flat(model)

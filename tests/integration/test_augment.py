@@ -12,10 +12,10 @@ from tests.refusals import refused
 from tfdist.data import (
     ArraySource,
     Compose,
-    Normalize,
+    Normalization,
     RandomCrop,
     RandomFlip,
-    Rescale,
+    Rescaling,
     draws_for,
     for_evaluation,
 )
@@ -29,16 +29,16 @@ SEED = 2**62 + 17
 
 TRANSFORMS = {
     "crop": RandomCrop(padding=2),
-    "small crop": RandomCrop(size=(4, 3)),
-    "flip": RandomFlip(horizontal=True, vertical=True),
-    "rescale": Rescale(scale=1 / 255),
+    "small crop": RandomCrop(4, 3),
+    "flip": RandomFlip(),
+    "rescale": Rescaling(1 / 255),
     "all": Compose(
         [
             RandomCrop(padding=2),
+            RandomFlip("horizontal"),
             RandomFlip(),
-            RandomFlip(vertical=True),
-            Rescale(scale=1 / 255),
-            Normalize(mean=[0.4, 0.5, 0.6], std=[0.2, 0.3, 0.4]),
+            Rescaling(1 / 255),
+            Normalization(mean=[0.4, 0.5, 0.6], variance=[0.04, 0.09, 0.16]),
         ]
     ),
 }
@@ -89,8 +89,8 @@ def test_draws_and_pixels_are_those_of_every_version():
     assert draws.below(1000, index=0).numpy().tolist() == [120, 997, 354, 661, 166, 781]
     assert draws.below(1000, index=1).numpy().tolist() == [948, 735, 832, 40, 952, 595]
     images = (np.arange(32 * 6 * 5 * 3) * 7919 % 251).astype(np.uint8).reshape(32, 6, 5, 3)
-    moves = [RandomCrop(padding=2), RandomFlip(), RandomFlip(vertical=True)]
-    chain = Compose([*moves, RandomCrop(size=(4, 3))])
+    moves = [RandomCrop(padding=2), RandomFlip("horizontal"), RandomFlip()]
+    chain = Compose([*moves, RandomCrop(4, 3)])
     found = apply(chain, images, ids=np.arange(32) * 31 % 1000, epoch=np.arange(32) % 3)
     digest = "5a68f7bfa26d41e620a90a36fedb099f591dcb17a3d5167f239dd3c8e147de96"
     assert hashlib.sha256(found.tobytes()).hexdigest() == digest
@@ -103,7 +103,7 @@ def test_crops_and_flips_follow_each_other_as_written():
     crop = draws_for("RandomCrop", **by, position=1)
     upside_down, mirrored = flip.below(2, index=0), flip.below(2, index=1)
     rows, columns = crop.below(3, index=0).numpy(), crop.below(3, index=1).numpy()
-    found = apply(Compose([RandomFlip(vertical=True), RandomCrop(padding=1)]), ids=ids)
+    found = apply(Compose([RandomFlip(), RandomCrop(padding=1)]), ids=ids)
     for i, image in enumerate(IMAGES):
         image = image[::-1] if upside_down[i] == 1 else image
         image = image[:, ::-1] if mirrored[i] == 1 else image
@@ -112,13 +112,42 @@ def test_crops_and_flips_follow_each_other_as_written():
 
 
 def test_normalisation_joins_to_one_product_and_sum():
-    x = apply(Compose([Rescale(scale=1 / 255, offset=-0.5), Normalize(mean=[0, 1, 2], std=0.5)]))
+    x = apply(
+        Compose(
+            [Rescaling(1 / 255, offset=-0.5), Normalization(mean=[0, 1, 2], variance=[0.25] * 3)]
+        )
+    )
     expected = ((IMAGES / 255 - 0.5) - np.array([0, 1, 2])) / 0.5
     assert x.dtype == np.float32
     np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
     images = IMAGES.astype(np.float32)  # whose statistics are numbers of NumPy
-    found = apply(Normalize(mean=images.mean(), std=images.std()))
+    found = apply(Normalization(mean=images.mean(), variance=images.var()))
     np.testing.assert_allclose(found, (images - images.mean()) / images.std(), rtol=1e-4, atol=1e-5)
+
+
+def test_scaling_is_that_of_the_layers_of_keras():
+    adapted = keras.layers.Normalization()
+    adapted.adapt(IMAGES.astype(np.float32))
+    given = {"mean": [1.0, 2.0, 3.0], "variance": [4.0, 5.0, 6.0]}
+    for ours, layer in (
+        (Rescaling(1 / 127.5, -1), keras.layers.Rescaling(1 / 127.5, -1)),
+        (Normalization(mean=adapted.mean, variance=adapted.variance), adapted),
+        (Normalization(**given), keras.layers.Normalization(**given)),
+        (
+            Normalization(-1, *given.values(), True),
+            keras.layers.Normalization(**given, invert=True),
+        ),
+        (Normalization(None, 3.0, 2.0), keras.layers.Normalization(None, 3.0, 2.0)),
+    ):
+        np.testing.assert_allclose(apply(ours), layer(IMAGES), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [RandomCrop, RandomFlip])
+def test_a_seed_of_a_transform_replaces_that_of_the_run(kind):
+    options = {"padding": 2} if kind is RandomCrop else {}
+    found = apply(kind(seed=7, **options), seed=SEED)
+    assert np.array_equal(found, apply(kind(**options), seed=7))
+    assert not np.array_equal(found, apply(kind(**options), seed=SEED))
 
 
 @pytest.mark.parametrize("bound", [2, 3, 9, 100])
@@ -159,42 +188,48 @@ def test_draws_of_neighbours_of_one_example_and_of_two_transforms_are_independen
 def test_what_is_not_the_image_passes_unchanged_and_a_user_s_own_transform_takes_part():
     x = {"image": IMAGES, "meta": LABELS}
     batch = (x, LABELS, np.ones(32))
-    chain = Compose([RandomFlip()], key="image")
+    chain = Compose([RandomFlip("horizontal")], key="image")
     found, y, weight = chain(batch, example_ids=IDS, epoch=0, seed=1)
     assert found["meta"] is LABELS
     assert y is LABELS
     assert weight is batch[2]
     assert not np.array_equal(found["image"], IMAGES)
-    second = Compose([RandomFlip()], key=1)(((LABELS, IMAGES), y), example_ids=IDS, epoch=0, seed=1)
+    second = Compose([RandomFlip("horizontal")], key=1)(
+        ((LABELS, IMAGES), y), example_ids=IDS, epoch=0, seed=1
+    )
     assert np.array_equal(second[0][1], found["image"])
-    alone = RandomFlip()(tf.constant(IMAGES), example_ids=IDS, epoch=0, seed=1)
+    alone = RandomFlip("horizontal")(tf.constant(IMAGES), example_ids=IDS, epoch=0, seed=1)
     assert np.array_equal(alone, found["image"])
 
     def invert(batch, *, example_ids, epoch, seed):
         return 255 - batch[0], batch[1]
 
-    assert np.array_equal(apply(Compose([RandomFlip(), invert])), 255 - apply(RandomFlip()))
+    assert np.array_equal(
+        apply(Compose([RandomFlip("horizontal"), invert])), 255 - apply(RandomFlip("horizontal"))
+    )
 
 
 def test_evaluation_leaves_out_what_is_random():
     plain = for_evaluation(TRANSFORMS["all"])
     expected = Compose(
-        [Rescale(scale=1 / 255), Normalize(mean=[0.4, 0.5, 0.6], std=[0.2, 0.3, 0.4])]
+        [Rescaling(1 / 255), Normalization(mean=[0.4, 0.5, 0.6], variance=[0.04, 0.09, 0.16])]
     )
     assert np.array_equal(apply(plain), apply(expected))
     assert for_evaluation(RandomCrop(padding=1)) is None
     assert for_evaluation(None) is None
     assert for_evaluation(TRANSFORMS["rescale"]) is TRANSFORMS["rescale"]
-    of_inputs = Compose([Compose([RandomFlip(), Rescale(scale=2)], key="left"), RandomCrop()])
+    of_inputs = Compose(
+        [Compose([RandomFlip("horizontal"), Rescaling(2)], key="left"), RandomCrop()]
+    )
     (left,) = for_evaluation(of_inputs).transforms
-    assert (left.key, left.transforms) == ("left", (Rescale(scale=2),))
+    assert (left.key, left.transforms) == ("left", (Rescaling(2),))
 
 
 def test_a_source_carries_its_transform():
-    source = ArraySource(IMAGES, LABELS, transform=RandomFlip())
+    source = ArraySource(IMAGES, LABELS, transform=RandomFlip("horizontal"))
     batch = source.gather(np.arange(32))
     x, _ = source.transformed(batch, example_ids=IDS, epoch=0, seed=1)
-    assert np.array_equal(x, apply(RandomFlip(), epoch=0, seed=1))
+    assert np.array_equal(x, apply(RandomFlip("horizontal"), epoch=0, seed=1))
     plain = ArraySource(IMAGES, LABELS)
     assert plain.transformed(batch, example_ids=IDS, epoch=0, seed=1) is batch
 
@@ -202,12 +237,29 @@ def test_a_source_carries_its_transform():
 @pytest.mark.parametrize(
     ("act", "where", "code"),
     [
-        (lambda: RandomCrop(padding=-1), "RandomCrop", "out-of-range"),
-        (lambda: RandomCrop(size=32), "RandomCrop", "out-of-range"),
-        (lambda: Normalize(mean=0, std=0), "Normalize", "out-of-range"),
-        (lambda: apply(RandomFlip(), IMAGES[..., 0]), "augmentation", "not-images"),
+        (lambda: RandomCrop(padding=-1), "RandomCrop: padding", "not-an-int"),
+        (lambda: RandomCrop((32, 32)), "RandomCrop: height", "not-an-int"),
+        (lambda: RandomCrop(4, 4, seed="x"), "RandomCrop: seed", "not-an-int"),
+        (lambda: RandomFlip("sideways"), "RandomFlip: mode", "unknown-value"),
         (
-            lambda: RandomFlip()(({"a": IMAGES}, LABELS), example_ids=IDS, epoch=0, seed=1),
+            lambda: RandomFlip(data_format="channels_first"),
+            "RandomFlip: data_format",
+            "unknown-value",
+        ),
+        (
+            lambda: Normalization(mean=0, variance=0),
+            "Normalization: variance",
+            "out-of-range",
+        ),
+        (lambda: Normalization(1, [0.0], [1.0]), "Normalization: axis", "unknown-value"),
+        (lambda: Normalization(mean=[0, 1], variance=1), "Normalization", "shapes-differ"),
+        (lambda: Normalization(None, [0, 1], [1, 1]), "Normalization", "shapes-differ"),
+        (Normalization, "Normalization", "missing-statistics"),
+        (lambda: apply(RandomFlip("horizontal"), IMAGES[..., 0]), "augmentation", "not-images"),
+        (
+            lambda: RandomFlip("horizontal")(
+                ({"a": IMAGES}, LABELS), example_ids=IDS, epoch=0, seed=1
+            ),
             "augmentation",
             "not-images",
         ),
@@ -220,20 +272,20 @@ def test_mistakes_are_told(act, where, code):
 def test_images_of_a_size_that_is_not_known_are_not_smaller_than_the_window():
     @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8)])
     def cropped(images):
-        crop = RandomCrop(size=(6, 5))
+        crop = RandomCrop(6, 5)
         return crop((images, IDS), example_ids=IDS, epoch=0, seed=SEED)[0]
 
     assert np.array_equal(cropped(IMAGES), IMAGES)
     with pytest.raises(tf.errors.InvalidArgumentError, match="smaller than a window of 5"):
         cropped(IMAGES[:, :, 1:])
     with pytest.raises(tf.errors.InvalidArgumentError, match="smaller than a window of 9"):
-        apply(RandomCrop(size=(9, 9)))
+        apply(RandomCrop(9, 9))
 
 
 def test_a_model_is_built_for_the_size_that_a_transform_leaves():
     model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(2)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    crop = RandomCrop(size=(4, 3))
+    crop = RandomCrop(4, 3)
 
     def of_a_known_size(batch, **draws):
         images, labels = crop(batch, **draws)

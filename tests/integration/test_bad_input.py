@@ -463,6 +463,7 @@ REFUSED = {
     ("callbacks", "unsupported-callback"): [
         with_callbacks([keras.callbacks.BackupAndRestore(f"{os.devnull}/backup")]),
     ],
+    ("PublishModel", "missing-backup"): [with_callbacks([tfdist.PublishModel("served")])],
     ("broadcast", "broadcast-key"): [
         lambda s: tfdist.broadcast({0: 1.0}),
         lambda s: tfdist.broadcast([{"a": ({"b": {1: 2}},)}]),

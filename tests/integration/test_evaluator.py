@@ -151,7 +151,7 @@ def train_as_chief(folder, *callbacks, epochs=4):
     made, looking = model(), tfdist.Evaluator()
     history = tfdist.fit(
         made, X, Y, batch_size=8, epochs=epochs, seed=1, verbose=0, validation_data=(X, Y),
-        callbacks=[*callbacks, tfdist.BackupAndRestore(folder, every_steps=3), looking],
+        callbacks=[*callbacks, tfdist.BackupAndRestore(folder, save_freq=3), looking],
     )  # fmt: skip
     return made, looking, len(history.epoch)
 

@@ -137,10 +137,10 @@ def test_a_run_goes_on_with_and_without_a_placement(strategies, tmp_path):
     whole = own_steps(one)
     fitted(whole)
     for number, (first, then) in enumerate([(one, several), (several, one)]):
-        backup = tfdist.BackupAndRestore(tmp_path / str(number), every_steps=3)
+        backup = tfdist.BackupAndRestore(tmp_path / str(number), save_freq=3)
         fitted(own_steps(first), epochs=1, callbacks=[backup])
         resumed = own_steps(then)
-        backup = tfdist.BackupAndRestore(tmp_path / str(number), every_steps=3)
+        backup = tfdist.BackupAndRestore(tmp_path / str(number), save_freq=3)
         fitted(resumed, callbacks=[backup])
         assert bits(resumed) == bits(whole)
         assert device_of(resumed.layers[1].embeddings) == (2 if then is several else 0)

@@ -132,7 +132,7 @@ def test_the_same_examples_augmented_alike_whatever_the_number_of_replicas(
 def test_a_run_that_goes_on_with_fewer_replicas_is_proved(strategies, tmp_path):
     for replicas, step in ((3, 6), (2, 13), (1, 10**9)):
         keras.backend.clear_session(free_memory=False)
-        backup = tfdist.BackupAndRestore(tmp_path / "backup", every_steps=4)
+        backup = tfdist.BackupAndRestore(tmp_path / "backup", save_freq=4)
         try:
             fit(make(strategies[replicas]), tmp_path / "ledger", callbacks=[AtStep(step), backup])
         except Cut:

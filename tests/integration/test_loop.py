@@ -162,9 +162,9 @@ def test_state_that_an_engine_keeps_itself_is_saved_and_restored(engine, tmp_pat
     engine.take_state = lambda program: kept.__setitem__(0, float(model.layers[0].bias[0]))
     at_60 = Looking(engine, act=lambda callback: engine.blocks[-1][1] >= 60 and cut())
     with pytest.raises(Cut):
-        fit(tfdist.BackupAndRestore(tmp_path, every_steps=30), at_60, model=model, epochs=2)
+        fit(tfdist.BackupAndRestore(tmp_path, save_freq=30), at_60, model=model, epochs=2)
     kept[0] = 0.0
-    fit(tfdist.BackupAndRestore(tmp_path, every_steps=30), model=model, epochs=2)
+    fit(tfdist.BackupAndRestore(tmp_path, save_freq=30), model=model, epochs=2)
     assert float(model.layers[0].bias[0]) == 80.0
 
 

@@ -1,5 +1,6 @@
 """BackupAndRestore: a run that is cut anywhere ends like one that was left alone."""
 
+import functools
 import json
 import random
 import shutil
@@ -54,7 +55,7 @@ def callbacks():
 
 
 def fit(model, directory, more=(), **options):
-    backup = tfdist.BackupAndRestore(directory, every_steps=4)
+    backup = tfdist.BackupAndRestore(directory, save_freq=4)
     options = {"seed": 5, "epochs": 4, "batch_size": 8, "shuffle": True, **options}
     return tfdist.fit(
         model, X, Y, verbose=0, validation_data=(X, Y), callbacks=[*callbacks(), backup, *more],
@@ -114,7 +115,7 @@ def test_the_state_of_several_optimizers_is_resumed(strategies, tmp_path):
         with strategies[2].scope():
             model = Adversaries()
             model.compile(keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.02))
-        backup = tfdist.BackupAndRestore(directory, every_steps=4)
+        backup = tfdist.BackupAndRestore(directory, save_freq=4)
         tfdist.fit(model, X, Y, batch_size=8, seed=5, verbose=0, callbacks=[backup, *more])
         return [*map(np.asarray, model.weights), model.makers[0].iterations.numpy()]
 
@@ -405,12 +406,14 @@ def test_a_checkpoint_of_another_model_is_refused(strategies, finished):
 @pytest.mark.parametrize(
     ("interval", "where", "code"),
     [
-        *(({"every_steps": n}, "every_steps", "not-an-int") for n in (0, 2.5, True)),
+        *(({"save_freq": n}, "save_freq", "not-an-int") for n in (0, 2.5, True)),
         *(({"every_s": s}, "every_s", "not-a-number") for s in (-1, float("nan"), "10")),
-        ({"every": "always"}, "every", "unknown-value"),
-        ({"every": "auto", "every_s": 5.0}, "every", "exclusive"),
+        ({"save_freq": "always"}, "save_freq", "unknown-value"),
+        ({"save_freq": "auto", "every_s": 5.0}, "every_s", "exclusive"),
         ({"mtbf_s": 5.0}, "mtbf_s", "exclusive"),
-        ({"every": "auto", "mtbf_s": 0}, "mtbf_s", "not-a-number"),
+        ({"save_freq": "auto", "mtbf_s": 0}, "mtbf_s", "not-a-number"),
+        ({"keep": 0}, "keep", "not-an-int"),
+        ({"delete_checkpoint": True}, "delete_checkpoint", "unsupported"),
     ],
 )
 def test_an_interval_that_cannot_be_is_refused(tmp_path, interval, where, code):
@@ -535,6 +538,23 @@ def test_weights_are_loaded_from_every_kind_of_file_and_the_optimizer_stays(
     np.testing.assert_array_equal(some.layers[0].mean, [[0, 0, 0]])
 
 
+def test_weights_of_another_shape_are_skipped_if_asked(strategies, tmp_path, caplog):
+    def build(units):
+        with strategies[1].scope():
+            layers = [keras.layers.Dense(3, name="same"), keras.layers.Dense(units, name="head")]
+            return keras.Sequential([keras.Input((3,)), *layers])
+
+    small, other = build(2), build(4)
+    small.save(tmp_path / "m.keras")
+    head = other.get_layer("head").get_weights()
+    load = functools.partial(tfdist.load_weights, other, tmp_path / "m.keras")
+    assert refusal(load).code == "another-model"
+    with caplog.at_level("WARNING"):
+        assert load(skip_mismatch=True) == ["same/0/kernel", "same/1/bias"]
+    assert "head/0/kernel, head/1/bias" in caplog.text
+    np.testing.assert_equal(other.get_weights(), [*small.get_layer("same").get_weights(), *head])
+
+
 def test_weights_that_cannot_be_loaded_are_refused(strategies, tmp_path):
     class Own(keras.layers.Dense):
         pass
@@ -579,7 +599,7 @@ def test_a_state_that_became_nan_is_not_saved(strategies, tmp_path, caplog):
         model.compile("sgd", "sparse_categorical_crossentropy")
     bad = X.copy()
     bad[40:] = np.nan
-    backup = tfdist.BackupAndRestore(tmp_path, every_steps=1)
+    backup = tfdist.BackupAndRestore(tmp_path, save_freq=1)
     stop = keras.callbacks.TerminateOnNaN()
     tfdist.fit(
         model, bad, Y, batch_size=8, shuffle=False, epochs=2, verbose=0, callbacks=[stop, backup]

@@ -39,7 +39,7 @@ def make(strategy, *, optimizer=keras.optimizers.SGD, rate=0.5):
 
 
 def fit(model, directory, *more, epochs=2, **options):
-    backup = tfdist.BackupAndRestore(directory, **{"every_steps": 4, "keep": 100, **options})
+    backup = tfdist.BackupAndRestore(directory, **{"save_freq": 4, "keep": 100, **options})
     return tfdist.fit(
         model, X, Y, batch_size=6, epochs=epochs, seed=5, verbose=0, callbacks=[backup, *more],
         validation_data=(X, Y),
@@ -435,7 +435,7 @@ def test_the_interval_is_chosen_by_what_a_save_costs(strategies, tmp_path, monke
 
     monkeypatch.setattr(state, "capture", costly)
     backup = tfdist.BackupAndRestore(
-        tmp_path / "b", every="auto", mtbf_s=3600.0, keep=100, clock=clock
+        tmp_path / "b", save_freq="auto", mtbf_s=3600.0, keep=100, clock=clock
     )
     model = make(strategies[1])
     tfdist.fit(model, X, Y, batch_size=2, verbose=0, callbacks=[backup, Step()])

@@ -387,7 +387,7 @@ def test_what_is_no_data_is_refused(x, more, where, code):
 
 
 def test_what_leads_to_the_source_for_it_is_said():
-    assert "tfdist.data.load" in refusal(lambda: as_source("cifar10")).fix
+    assert "tfdist.data.from_tfds" in refusal(lambda: as_source("cifar10")).fix
     assert refused(as_source(lambda context: X).dataset_for) == ("<lambda>", "unsupported-data")
 
 

@@ -25,7 +25,7 @@ PREPARE = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 from tfdist.data import tfds
-source = tfds.load("tfdist_digits", "test", data_dir=sys.argv[1])
+source = tfds.from_tfds("tfdist_digits", "test", data_dir=sys.argv[1])
 print("examples", source.num_examples)
 """
 
@@ -50,7 +50,7 @@ def everything(source):
 @pytest.fixture(scope="module")
 def splits(data_dir):
     return {
-        split: everything(tfds.load("tfdist_digits", split, data_dir=data_dir))
+        split: everything(tfds.from_tfds("tfdist_digits", split, data_dir=data_dir))
         for split in ("train", "test")
     }
 
@@ -58,8 +58,8 @@ def splits(data_dir):
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("split", ["test", "train[10%:35%]+test", "train[:7]"])
 def test_past_the_limit_the_files_are_read_by_index_in_the_same_order(data_dir, split):
-    in_memory = tfds.load("tfdist_digits", split, data_dir=data_dir)
-    by_index = tfds.load("tfdist_digits", split, data_dir=data_dir, memory_limit_bytes=0)
+    in_memory = tfds.from_tfds("tfdist_digits", split, data_dir=data_dir)
+    by_index = tfds.from_tfds("tfdist_digits", split, data_dir=data_dir, memory_limit_bytes=0)
     assert isinstance(by_index, TFRecordSource)
     for ours, theirs in zip(everything(by_index), everything(in_memory), strict=True):
         assert ours.dtype == theirs.dtype
@@ -73,7 +73,7 @@ def test_examples_are_converted_one_by_one(data_dir, limit):
         image = tf.image.resize(tf.cast(example["image"], tf.float32), (4, 4))
         return {"image": image, "label": example["label"]}
 
-    source = tfds.load(
+    source = tfds.from_tfds(
         "tfdist_digits", "test", data_dir=data_dir, convert=convert, memory_limit_bytes=limit
     )
     assert source.element_spec["image"] == tf.TensorSpec([4, 4, 1], tf.float32)
@@ -102,7 +102,7 @@ def test_a_task_that_waits_too_long_says_for_whom_and_gives_up(tmp_path, caplog)
         exclusive(tmp_path / ".tfdist-tfdist_digits.lock", purpose="held", timeout_s=1),
         pytest.raises(StartupTimeout, match=f"preparing dataset .*: process {os.getpid()}"),
     ):
-        tfds.load("tfdist_digits", "test", data_dir=tmp_path, prepare_timeout_s=0.05)
+        tfds.from_tfds("tfdist_digits", "test", data_dir=tmp_path, prepare_timeout_s=0.05)
     assert f"waiting for process {os.getpid()}" in caplog.text
 
 
@@ -112,21 +112,21 @@ def of_no_fixed_shape(example):
 
 def test_examples_of_no_fixed_shape_are_refused(data_dir):
     options = {"data_dir": data_dir, "convert": of_no_fixed_shape}
-    told = refusal(lambda: tfds.load("tfdist_digits", "test", **options))
+    told = refusal(lambda: tfds.from_tfds("tfdist_digits", "test", **options))
     assert told.code == "shapes-differ"
 
 
 def test_an_unknown_dataset_or_split_is_one_line(data_dir):
-    told = refusal(lambda: tfds.load("tfdist_digit", "train", data_dir=data_dir))
+    told = refusal(lambda: tfds.from_tfds("tfdist_digit", "train", data_dir=data_dir))
     assert "did you mean 'tfdist_digits'" in told.problem
     with pytest.raises(TfdistError, match=r"^dataset tfdist_digits: .*tran.*train.*test") as raised:
-        tfds.load("tfdist_digits", "tran", data_dir=data_dir)
+        tfds.from_tfds("tfdist_digits", "tran", data_dir=data_dir)
     assert "\n" not in str(raised.value)
 
 
 def test_a_dataset_without_a_supervised_pair_asks_for_convert(tmp_path):
     with tensorflow_datasets.testing.mock_data(num_examples=12, data_dir=str(tmp_path)):
-        told = refusal(lambda: tfds.load("coco/2017", "train"))
+        told = refusal(lambda: tfds.from_tfds("coco/2017", "train"))
     assert told.code == "no-supervised-pair"
 
 
@@ -154,7 +154,7 @@ def test_the_splits_hold_every_digit_of_scikit_learn_once_and_are_the_same_every
     counts, of_test = (np.bincount(each, minlength=10) for each in (labels, test_labels))
     assert np.all(np.abs(of_test / counts - 0.2) < 0.01)
     state = random.getstate()
-    again = everything(tfds.load("tfdist_digits", "test", data_dir=tmp_path))
+    again = everything(tfds.from_tfds("tfdist_digits", "test", data_dir=tmp_path))
     assert random.getstate() == state, "the run that prepares has initial weights of its own"
     assert np.array_equal(again[0], test)
     assert np.array_equal(again[1], test_labels)
@@ -177,5 +177,5 @@ def test_tfds_load_works_in_a_fresh_process_and_writes_nothing_into_the_package(
 
 def test_without_scikit_learn_the_line_to_type_is_given(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    told = refusal(lambda: tfds.load("tfdist_digits", "train", data_dir=tmp_path))
+    told = refusal(lambda: tfds.from_tfds("tfdist_digits", "train", data_dir=tmp_path))
     assert told.code == "missing-package"

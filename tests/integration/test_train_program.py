@@ -103,16 +103,15 @@ def test_a_run_is_exported_in_its_precision(finished):
 
 def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(finished, tmp_path):
     run_dir = tmp_path / "run"
-    often = ("--config.backup_every_steps=4", "--config.backup_every=auto")
-    arguments = [*SHORT, "--config.seed=5", *often]
-    where = f"--config.run_dir={run_dir}"
-    process = forked_python.Program("-m", "tfdist.train", *arguments, where)
+    arguments = [*SHORT, "--config.seed=5"]
+    often = ("--config.backup_every_steps=4", f"--config.run_dir={run_dir}")
+    process = forked_python.Program("-m", "tfdist.train", *arguments, *often)
     try:
         until(lambda: [*run_dir.glob("checkpoints/step-*")], within_s=DEADLINE_S)
     finally:
         process.kill()
         process.wait()
-    resumed = trained(run_dir, *arguments)
+    resumed = trained(run_dir, *arguments, "--config.backup_every=auto")
     assert resumed["resumed_from_step"] in (None, *range(4, 22))
     assert "checkpoints: next save in " in resumed["stdout"] + resumed["stderr"]
     # Saving more often changes nothing either.

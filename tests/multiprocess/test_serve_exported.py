@@ -83,10 +83,10 @@ def service(directory: Path, log: Path) -> Iterator[Service]:
             process.kill()
 
 
-def train(model: keras.Model, backup: Path, epochs: int, **options: Any) -> None:
-    callback = tfdist.BackupAndRestore(backup, best="loss", **options)
+def train(model: keras.Model, backup: Path, epochs: int, *more: Any) -> None:
+    callbacks = [*more, tfdist.BackupAndRestore(backup, best="loss")]
     target = np.ones((3, 2), "float32")
-    tfdist.fit(model, X, target, epochs=epochs, callbacks=[callback], batch_size=3, verbose=0)
+    tfdist.fit(model, X, target, epochs=epochs, callbacks=callbacks, batch_size=3, verbose=0)
 
 
 def test_an_export_and_then_the_next_one_is_served(tmp_path):
@@ -145,7 +145,7 @@ def test_a_run_publishes_its_best_checkpoints_by_itself(tmp_path):
 
     def steps_after(epochs: int) -> list[int]:
         """Train to so many epochs; return the steps of all versions."""
-        train(model, tmp_path / "backup", epochs, publish=tmp_path / "served")
+        train(model, tmp_path / "backup", epochs, tfdist.PublishModel(tmp_path / "served"))
         manifests = sorted((tmp_path / "served" / "m").glob("[0-9]/manifest.json"))
         return [json.loads(file.read_text())["step"] for file in manifests]
 

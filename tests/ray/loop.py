@@ -57,7 +57,7 @@ def train_loop(config):
     data = {"x": x, "y": (2 * x)[:, None]}
     with strategy.scope():
         model = build_model()
-    backup = tfdist.BackupAndRestore(folder / "backup", every_steps=5)
+    backup = tfdist.BackupAndRestore(folder / "backup", save_freq=5)
     history = model.fit(
         **data, batch_size=32, epochs=5, verbose=0,
         callbacks=[tfdist.Run(seed=3), backup, Report(), Killed()],

@@ -175,8 +175,8 @@ space = tune.parse(["--config", "x.py", "--max_trials", "1"])
 for extra, call in {{
     "tune": lambda: tune._run(space),
     "tune ": lambda: tfdist.tuning.search,
-    "tfds": lambda: tfdist.data.tfds.load("mnist", "train"),
-    "digits": lambda: tfdist.data.tfds.load("tfdist_digits", "train"),
+    "tfds": lambda: tfdist.data.tfds.from_tfds("mnist", "train"),
+    "digits": lambda: tfdist.data.tfds.from_tfds("tfdist_digits", "train"),
     "serving": lambda: serve._serve(["backup"]),
     "serving ": lambda: tfdist.export_model(model, "served"),
     "plots": lambda: empty_panels("plot"),

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+import numpy as np
 from keras import layers
 
 from tfdist.data import tfds
-from tfdist.data.augment import Compose, Normalize, RandomCrop, RandomFlip, for_evaluation
+from tfdist.data.augment import Compose, Normalization, RandomCrop, RandomFlip, for_evaluation
 from tfdist.data.source import Source
 from tfdist.errors import UsageError, require_one_of
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
@@ -35,12 +36,14 @@ def load_datasets(config: Any) -> Datasets:
     data_dir = config.data_dir or None
     builder = tfds.prepare(config.dataset, data_dir=data_dir)
     transform = transform_of(config)
-    training = tfds.load(config.dataset, config.train_split, data_dir=data_dir, transform=transform)
+    training = tfds.from_tfds(
+        config.dataset, config.train_split, data_dir=data_dir, transform=transform
+    )
     image_shape = _image_shape(training, dataset=config.dataset)
     _require_channels(config, image_shape[2])
     validation = None
     if config.validation_split:
-        validation = tfds.load(
+        validation = tfds.from_tfds(
             config.dataset,
             config.validation_split,
             data_dir=data_dir,
@@ -61,8 +64,10 @@ def transform_of(config: Any) -> Compose:
     if wanted.random_crop_padding:
         steps.append(RandomCrop(padding=wanted.random_crop_padding))
     if wanted.random_flip:
-        steps.append(RandomFlip())
-    return Compose([*steps, Normalize(mean=list(wanted.mean), std=list(wanted.std))])
+        steps.append(RandomFlip("horizontal"))
+    mean, std = np.broadcast_arrays(wanted.mean, np.asarray(wanted.std, np.float64))
+    # The square root of a square is exact, so the pixels are divided by the given numbers.
+    return Compose([*steps, Normalization(mean=mean.tolist(), variance=np.square(std).tolist())])
 
 
 def virtual_epochs(config: Any) -> VirtualEpochs:

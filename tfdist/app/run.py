@@ -15,7 +15,7 @@ import keras
 
 from tfdist.app import recipe
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
-from tfdist.checkpoint.publish import Publisher
+from tfdist.checkpoint.publish import PublishModel
 from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.cluster.settings import restarts
@@ -154,6 +154,7 @@ def _fit(
     callbacks = [
         *([stopping] if stopping else []),
         _backup(config, directory),
+        *([PublishModel(config.publish, run=directory.path)] if config.publish else []),
         keras.callbacks.TerminateOnNaN(),
         reporter,
         *_trackers(config, directory, seed=seed),
@@ -202,9 +203,7 @@ def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
     return BackupAndRestore(
         directory.checkpoints,
         best="val_loss" if is_validated else None,
-        publish=Publisher(config.publish, run=directory.path) if config.publish else None,
-        every="auto" if config.backup_every == "auto" else None,
-        every_steps=config.backup_every_steps or None,
+        save_freq="auto" if config.backup_every == "auto" else config.backup_every_steps or "epoch",
         keep=config.keep_checkpoints,
     )
 

@@ -1,11 +1,12 @@
 """Callbacks that save and resume a run: `BackupAndRestore` and `ModelCheckpoint`.
 
-The module also chooses the interval for `every="auto"` and selects the best checkpoint.
+The module also chooses the interval for `save_freq="auto"` and selects the best checkpoint.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -20,19 +21,19 @@ import keras
 import tensorflow as tf
 
 from tfdist.checkpoint import callback_state, state
-from tfdist.checkpoint.publish import Publisher
+from tfdist.checkpoint.publish import PublishModel
 from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.store import Checkpoint, NothingWhole
 from tfdist.errors import (
     UsageError,
-    mutually_exclusive,
     require,
     require_int,
     require_number,
     require_one_of,
 )
 from tfdist.files import one_line_errors, replacing
-from tfdist.strategy import Job, broadcast, is_chief
+from tfdist.renamed import without_renamed
+from tfdist.strategy import Job, broadcast, is_chief, run_dir
 from tfdist.strategy.devices import threads_of_an_operation
 from tfdist.strategy.native import require_engine
 
@@ -73,20 +74,19 @@ class BackupAndRestore(keras.callbacks.Callback):
     a write, it waits for the end of that write. No save is skipped.
 
     Args:
-      directory: Directory of the checkpoints. Only this callback may write there.
-      every_steps: Number of steps between two saves.
+      backup_dir: Directory of the checkpoints. Only this callback may write there. Default:
+        ``backup`` in `tfdist.run_dir`, and ``backup-N`` for the N-th such callback of a program.
+      save_freq: "epoch" (default), a number of steps between two saves, or "auto", which computes
+        the seconds between two saves from the time a save blocks the training and from `mtbf_s`.
+      double_checkpoint: True to keep at least two checkpoints.
+      delete_checkpoint: False. The checkpoints of a finished run stay.
       every_s: Seconds between two saves.
-      every: "auto" computes the seconds from the time a save blocks the training and from `mtbf_s`
-        (see `tfdist.checkpoint.backup`).
       mtbf_s: Mean time between failures in seconds for "auto" (default: a day).
       keep: Number of checkpoints to keep besides the best (default: 3).
       best: Name of a metric in the logs, like "val_loss". The checkpoint of the epoch with the best
         value is also kept.
       mode: "min" or "max", the better direction. "auto" (default) derives it from the name.
       exact: Reject a resume that cannot be bit-identical (see the guide on checkpoints).
-      publish: Model directory of a server. A process of the chief exports each best checkpoint to
-        ``publish/NAME/VERSION`` during the run. Without `best`, it exports each new checkpoint.
-      publish_model: ``file.py:function`` that returns the built model. Needed for custom classes.
 
     Raises:
       UsageError: An interval is not positive. The checkpoint has another model, data, batch size,
@@ -98,61 +98,68 @@ class BackupAndRestore(keras.callbacks.Callback):
     found_states: Mapping[str, Any]
     """States of the callbacks in the checkpoint that `saved` found (chief only)."""
 
+    @without_renamed("BackupAndRestore")
     def __init__(  # noqa: PLR0913
         self,
-        directory: str | os.PathLike[str],
+        backup_dir: str | os.PathLike[str] | None = None,
+        save_freq: int | str = "epoch",
+        double_checkpoint: bool = False,
+        delete_checkpoint: bool = False,
         *,
-        every_steps: int | None = None,
         every_s: float | None = None,
-        every: str | None = None,
         mtbf_s: float | None = None,
         keep: int = 3,
         best: str | None = None,
         mode: str = "auto",
         exact: bool = False,
-        publish: str | os.PathLike[str] | Publisher | None = None,
-        publish_model: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        fix = "pass the interval between two checkpoints, or leave the argument out"
-        if every_steps is not None:
-            every_steps = require_int(
-                "BackupAndRestore: every_steps", every_steps, least=1, fix=fix
-            )
+        name = "BackupAndRestore: save_freq"
+        if isinstance(save_freq, str):
+            fix = 'use "epoch", "auto" or a number of steps, such as save_freq=500'
+            require_one_of(name, save_freq, ["epoch", "auto"], fix=fix)
+        else:
+            fix = "pass the number of steps between two checkpoints, or leave the argument out"
+            save_freq = require_int(name, save_freq, least=1, fix=fix)
         if every_s is not None:
-            name, unit = "BackupAndRestore: every_s", "seconds"
-            every_s = require_number(name, every_s, above=0, unit=unit, fix=fix)
-        needs = (
-            ("mtbf_s", mtbf_s, "every", every),
-            ("publish_model", publish_model, "publish", publish),
-        )
-        for name, value, other, beside in needs:
+            fix = "pass the interval between two checkpoints, or leave the argument out"
+            name = "BackupAndRestore: every_s"
+            every_s = require_number(name, every_s, above=0, unit="seconds", fix=fix)
             require(
-                value is None or beside is not None,
-                f"BackupAndRestore: {name}",
-                f"{value!r} has no effect without {other}",
-                fix=f"add {other}, or leave out {name}",
+                save_freq != "auto",
+                name,
+                'save_freq="auto" computes the interval in seconds itself',
+                fix="leave out every_s",
                 code="exclusive",
             )
-        if every is not None:
-            fix = 'write every="auto", every_steps=500 or every_s=600'
-            require_one_of("BackupAndRestore: every", every, ["auto"], fix=fix)
-            mutually_exclusive({"every": every, "every_s": every_s}, fix="leave out every_s")
         if mtbf_s is not None:
             name = "BackupAndRestore: mtbf_s"
+            require(
+                save_freq == "auto",
+                name,
+                f'{mtbf_s!r} has no effect without save_freq="auto"',
+                fix='add save_freq="auto", or leave out mtbf_s',
+                code="exclusive",
+            )
             fix = "pass the mean time between two failures of the job"
             mtbf_s = require_number(name, mtbf_s, above=0, unit="seconds", fix=fix)
-        self._auto = None if every is None else AutoInterval(mtbf_s=mtbf_s)
-        self.store = RunStore(directory, keep=keep)
+        require(
+            not delete_checkpoint,
+            "BackupAndRestore: delete_checkpoint",
+            "True would make a restarted job repeat a finished run",
+            fix="leave it out, and delete the directory after the job",
+            code="unsupported",
+        )
+        self._auto = AutoInterval(mtbf_s=mtbf_s) if save_freq == "auto" else None
+        if backup_dir is None:
+            backup_dir = _next_directory()
+        keep = require_int("BackupAndRestore: keep", keep, least=1, fix="say keep=3")
+        self.store = RunStore(backup_dir, keep=max(keep, 2) if double_checkpoint else keep)
         self.exact = exact
         self.best = best
-        self._publisher = (
-            publish
-            if isinstance(publish, Publisher | None)
-            else Publisher(publish, make=publish_model)
-        )
-        self._every_steps = every_steps
+        self.publisher: PublishModel | None = None
+        self._every_steps = None if isinstance(save_freq, str) else save_freq
         self._every_s = every_s
         self._best = Best(best, mode)
         self._clock = clock
@@ -166,7 +173,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._written: Future[Path] | None = None
 
     def next_step(self, step: int) -> int | None:
-        """Return the step of the next save after `step`, or None without `every_steps`."""
+        """Return the step of the next save after `step`, or None without a number of steps."""
         every = self._every_steps
         return None if every is None else (step // every + 1) * every
 
@@ -178,7 +185,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         return self._written is None or self._written.done()
 
     def wants(self, step: int) -> bool:
-        """Return True if `every_steps` asks for a checkpoint after `step`."""
+        """Return True if `save_freq` is a number of steps and a checkpoint is due after `step`."""
         return self._every_steps is not None and step % self._every_steps == 0
 
     def prepare(self) -> None:
@@ -263,8 +270,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.wait()
         except Exception as error:
             _LOG.error("%s", error)
-        if self._publisher:
-            self._publisher.close()
+        if self.publisher:
+            self.publisher.close()
         self.store.close()
         self._prepared = False
 
@@ -289,8 +296,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not is_chief():
             return
         self.prepare()
-        if self._publisher:
-            self._publisher.start(self.model, self.store.directory, best=bool(self.best))
         if self._auto:
             self._saved_at = self._clock()
 
@@ -330,6 +335,19 @@ class BackupAndRestore(keras.callbacks.Callback):
         if differences:
             found = ", ".join(differences)
             _LOG.info("resumed with another setup (%s): results may differ in the last bits", found)
+
+
+_in_run_dir = itertools.count(1)
+
+
+def _next_directory() -> Path:
+    """Return the next directory of this process in the run directory."""
+    try:
+        directory, number = run_dir(), next(_in_run_dir)
+    except UsageError as error:
+        where, fix = "BackupAndRestore: backup_dir", f"{error.fix}, or pass a directory"
+        raise UsageError(where, error.problem, fix=fix, code=error.code) from None
+    return directory / ("backup" if number == 1 else f"backup-{number}")
 
 
 def _place(job: Job) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Export of a run's checkpoints as model versions during the run, by `tfdist.export --follow`.
+"""`PublishModel`: export of checkpoints as model versions during the run.
 
-The export is a child process of the chief. It reads the checkpoints of `BackupAndRestore`, so the
-training never waits for it, under any strategy.
+The export is a child process of the chief, `tfdist.export --follow`. It reads the checkpoints of
+`BackupAndRestore`, so the training never waits for it, under any strategy.
 """
 
 from __future__ import annotations
@@ -12,52 +12,70 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from tfdist.errors import UsageError, require
 from tfdist.files import one_line_errors, write_text
+from tfdist.strategy.native import require_engine
+
+if TYPE_CHECKING:
+    from tfdist.checkpoint.backup import BackupAndRestore
 
 _LOG = logging.getLogger(__name__)
 _MODEL = "model.json"
 _END_S = 120.0  # timeout of the last export
 
 
-class Publisher:
-    """Exporter of checkpoints in a child process of the chief.
+class PublishModel(keras.callbacks.Callback):
+    """Callback that exports the checkpoints of `BackupAndRestore` as model versions for a server.
+
+    A child process of the chief exports each best checkpoint to ``directory/NAME/VERSION`` during
+    the run. Without `BackupAndRestore(best=...)`, it exports each new checkpoint.
 
     Args:
-      directory: Model directory of a server. A version is ``directory/NAME/VERSION``.
-      make: ``file.py:function`` that builds the model (default: the configuration of the model).
-      run: Run directory of ``tfdist.train``, which describes the model.
+      directory: Model directory of a server.
+      model: ``file.py:function`` that returns the built model. Needed for custom classes (default:
+        the configuration of the model).
+      run: Run directory of ``tfdist.train``, which describes the model (default: None).
+
+    Raises:
+      UsageError: No `BackupAndRestore` is among the callbacks of the `fit`. Another process cannot
+        build the model again.
     """
+
+    chief_only = True
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         *,
-        make: str | None = None,
+        model: str | None = None,
         run: str | os.PathLike[str] | None = None,
     ) -> None:
+        super().__init__()
         self._directory = Path(directory)
-        self._make = make
+        self._make = model
         self._run = run
+        self.backup: BackupAndRestore | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, model: keras.Model, checkpoints: Path, *, best: bool) -> None:
-        """Start the process unless it runs already. It exports the best checkpoint or the newest.
-
-        Raises UsageError if another process cannot build the model again.
-        """
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Start the process unless it runs already."""
+        require_engine(self)
         if self._process is not None:
             return
+        assert self.backup is not None
+        self.backup.prepare()  # the model's configuration is beside the checkpoints
+        checkpoints = self.backup.store.directory
         words = [str(self._run or checkpoints), str(self._directory), "--follow", "--until_eof"]
-        if best:
+        if self.backup.best:
             words.append("--best")
         if self._run is None:
-            words += ["--model", self._make or str(_written(model, checkpoints))]
+            words += ["--model", self._make or str(_written(self.model, checkpoints))]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tfdist.export", *words],
             stdin=subprocess.PIPE,
@@ -83,6 +101,20 @@ class Publisher:
             )
 
 
+def publish_from(backups: Sequence[BackupAndRestore], callbacks: Sequence[Any]) -> None:
+    """Let each `PublishModel` export the checkpoints of the first backup."""
+    for callback in callbacks:
+        if isinstance(callback, PublishModel):
+            require(
+                backups,
+                "PublishModel",
+                "no tfdist.BackupAndRestore is among the callbacks",
+                fix="add one: PublishModel exports its checkpoints",
+                code="missing-backup",
+            )
+            callback.backup, backups[0].publisher = backups[0], callback
+
+
 def _written(model: keras.Model, directory: Path) -> Path:
     """Write the model's configuration to a file for another process. Return the file."""
     for layer in model._flatten_layers():
@@ -92,10 +124,13 @@ def _written(model: keras.Model, directory: Path) -> Path:
             "publish",
             f"layer {layer.name} has a vocabulary from adapt, which its configuration does not "
             "contain",
-            fix="pass publish_model='file.py:function', a function that returns this model",
+            fix="pass PublishModel(directory, model='file.py:function'), a function that returns "
+            "this model",
             code="not-a-model",
         )
-    with saveable(model, where="publish", fix="pass publish_model='file.py:function'"):
+    with saveable(
+        model, where="publish", fix="pass PublishModel(directory, model='file.py:function')"
+    ):
         config = keras.saving.serialize_keras_object(model)
     config.pop("compile_config", None)
     path = directory / _MODEL

@@ -15,15 +15,18 @@ import numpy as np
 from tfdist.checkpoint import state
 from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.store import Checkpoint
-from tfdist.errors import UsageError, near, require, require_one_of
-from tfdist.strategy import Job, job_of
+from tfdist.errors import UsageError, named, near, require, require_one_of
+from tfdist.renamed import without_renamed
+from tfdist.strategy import Job, broadcast, job_of
 
 _LOG = logging.getLogger(__name__)
 
 
+@without_renamed("load_weights")
 def load_weights(
     model: keras.Model,
-    path: str | os.PathLike[str],
+    filepath: str | os.PathLike[str],
+    skip_mismatch: bool = False,
     *,
     job: Job | None = None,
     layers: Sequence[str] | None = None,
@@ -35,7 +38,9 @@ def load_weights(
 
     Args:
       model: Built model. Frozen layers (``trainable = False``) also get weights.
-      path: A `.keras` file (read in safe mode), a `.weights.h5` file, or a backup directory.
+      filepath: A `.keras` file (read in safe mode), a `.weights.h5` file, or a backup directory.
+      skip_mismatch: True to leave weights unchanged that the file lacks or has with another shape,
+        and to log their names (default: False, an error).
       job: Job of the calling task (default: the job of the model's strategy).
       layers: Names of the layers to set (default: all). Other layers are unchanged.
       best: True to use the best checkpoint of a directory instead of the newest (default: False).
@@ -47,16 +52,23 @@ def load_weights(
       UsageError: The file or a layer does not exist, or shapes differ.
     """
     job = job or job_of(model.distribute_strategy)
-    path = os.fspath(path)
+    path = os.fspath(filepath)
     require(
         model.built and model.weights,
         "load_weights",
         "the model has no weights yet",
-        fix="add an Input to the model, or load the weights with fit(..., initial_weights=path)",
+        fix="add an Input to the model, or load the weights with fit(..., initial_weights=filepath)",
         code="not-built",
     )
     wanted = _wanted(model, layers)
-    values = _read(model, path, wanted, best=best) if job.is_chief else {}
+    values: dict[str, Any] = {}
+    skipped: list[str] = []
+    if job.is_chief:
+        values = _read(model, path, best=best, skip_mismatch=skip_mismatch)
+        skipped = _checked(values, wanted, path, skip_mismatch=skip_mismatch)
+    if skip_mismatch:
+        skipped = broadcast(skipped)
+        wanted = {name: v for name, v in wanted.items() if name not in skipped}
     for name, variable in wanted.items():
         variable.assign(state.from_chief(job, values.get(name), like=variable))
     state.renew_constants(model)
@@ -92,7 +104,8 @@ def _keyed(owner: str, variables: Sequence[Any]) -> dict[str, Any]:
     return {key: v for key, v in named.items() if "seed_generator" not in v.path}
 
 
-def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) -> dict[str, Any]:
+def _read(model: keras.Model, path: str, *, best: bool, skip_mismatch: bool) -> dict[str, Any]:
+    """Return the values in a file by the keys of `_wanted`."""
     if os.path.isdir(path):
         store = RunStore(path)
         step = store.best() if best else None
@@ -107,12 +120,24 @@ def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) 
         saved = _wanted(load_model_file(path), None)
         values = {key: variable.numpy() for key, variable in saved.items()}
     elif path.endswith(".weights.h5"):
-        values = _from_weights_file(model, path)
+        values = _from_weights_file(model, path, skip_mismatch=skip_mismatch)
     else:
         raise _unreadable(path, "the file is neither a .keras nor a .weights.h5 file")
+    return values
+
+
+def _checked(
+    values: dict[str, Any], wanted: dict[str, Any], path: str, *, skip_mismatch: bool
+) -> list[str]:
+    """Return the keys of variables without a value of their shape, or raise UsageError for one."""
+    skipped = []
     for key, variable in wanted.items():
         found = values.get(key)
-        if found is None or tuple(np.shape(found)) != tuple(variable.shape):
+        if found is not None and tuple(np.shape(found)) == tuple(variable.shape):
+            continue
+        if skip_mismatch:
+            skipped.append(key)
+        else:
             problem = f"the file has no weights for {variable.path}{near(key, values)}"
             if found is not None:
                 problem = f"{variable.path} has the shape {tuple(np.shape(found))} in the file, "
@@ -123,7 +148,9 @@ def _read(model: keras.Model, path: str, wanted: dict[str, Any], *, best: bool) 
                 fix="give the layers their names in the file, or select layers with layers=[...]",
                 code="another-model",
             )
-    return values
+    if skipped:
+        _LOG.warning("%s: no weights of the same shape for %s", path, named(skipped))
+    return skipped
 
 
 def load_model_file(path: str | os.PathLike[str]) -> keras.Model:
@@ -148,7 +175,7 @@ def loading(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
+def _from_weights_file(model: keras.Model, path: str, *, skip_mismatch: bool) -> dict[str, Any]:
     """Read the file into the model, return the values, and restore the model's own weights.
 
     Optimizers are skipped: otherwise Keras would set them too, and only in the chief.
@@ -156,7 +183,7 @@ def _from_weights_file(model: keras.Model, path: str) -> dict[str, Any]:
     before = model.get_weights()
     optimizers = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
     try:
-        model.load_weights(path, objects_to_skip=optimizers)
+        model.load_weights(path, skip_mismatch, objects_to_skip=optimizers)
         return {key: variable.numpy() for key, variable in _wanted(model, None).items()}
     except Exception as error:  # damaged files cause errors of every type
         first = f"{type(error).__name__}: {error}".splitlines()[0]

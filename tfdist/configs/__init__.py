@@ -188,6 +188,7 @@ FREE = frozenset(
         "strategy",
         "devices_per_worker",
         "backup_every",
+        "backup_every_steps",
         "keep_checkpoints",
         "save_model",
         "publish",
@@ -297,6 +298,9 @@ def _check_together(values: dict[str, Any]) -> None:
     if min(values["augmentation.std"]) <= 0:
         fix = "(1.0,) leaves images as they are"
         raise wrong("CFG011", "augmentation.std", "numbers above 0", fix)
+    if values["backup_every"] == "auto" and values["backup_every_steps"]:
+        expected = "0 with backup_every auto, which computes when to save"
+        raise wrong("CFG014", "backup_every_steps", expected, "leave one of them out")
     if values["early_stopping_patience"] and not values["validation_split"]:
         expected = "0 without a validation_split"
         raise wrong("CFG013", "early_stopping_patience", expected, "name one")

@@ -14,13 +14,15 @@ digits          scikit-learn's digits as a TFDS dataset
 
 from __future__ import annotations
 
+from typing import Any
+
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import (
     Compose,
-    Normalize,
+    Normalization,
     RandomCrop,
     RandomFlip,
-    Rescale,
+    Rescaling,
     for_evaluation,
 )
 from tfdist.data.draws import draws_for, example_at, example_at_numpy
@@ -28,20 +30,21 @@ from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.resolve import as_source, check_supported
 from tfdist.data.source import GraphSource, Source, Transform, lean_options
 from tfdist.data.stream import InputFunctionSource, StreamSource
-from tfdist.data.tfds import load
+from tfdist.data.tfds import from_tfds
 from tfdist.data.tfrecord import TFRecordSource
+from tfdist.renamed import refuse_renamed
 
 __all__ = [
     "ArraySource",
     "Compose",
     "GraphSource",
     "InputFunctionSource",
-    "Normalize",
+    "Normalization",
     "PyDatasetSource",
     "PythonSource",
     "RandomCrop",
     "RandomFlip",
-    "Rescale",
+    "Rescaling",
     "Source",
     "StreamSource",
     "TFRecordSource",
@@ -52,6 +55,11 @@ __all__ = [
     "example_at",
     "example_at_numpy",
     "for_evaluation",
+    "from_tfds",
     "lean_options",
-    "load",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    refuse_renamed(f"data.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Self
 
 import keras
 import numpy as np
@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from tfdist.data.draws import Draws, draws_for, mix
 from tfdist.data.source import Nest, Transform, unpack
-from tfdist.errors import UsageError, require
+from tfdist.errors import UsageError, require, require_int, require_one_of
+from tfdist.renamed import refuse_renamed
 
 _Numbers = np.float64 | np.ndarray[Any, Any]
 
@@ -28,6 +29,10 @@ class _Own:
 
     __slots__ = ()
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        refuse_renamed(*(f"data.{cls.__name__}({name}=)" for name in kwargs))
+        return super().__new__(cls)
+
     def __call__(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int
     ) -> Nest:
@@ -36,39 +41,47 @@ class _Own:
 
 # RandomCrop and RandomFlip move pixels, described by a map of rows, int32[b, height], and a map of
 # columns, int32[b, width]. A map contains the source row or column of each pixel. -1 means zeros.
-# Rescale and Normalize compute ``images * scale + offset``. A factor is a scalar or per channel.
+# Rescaling and Normalization compute ``images * scale + offset``, with scalars or numbers per
+# channel.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class RandomCrop(_Own):
-    """Random crop of an image with `padding` pixels of zeros added on each side.
+    """Random crop of each image, with the arguments of `keras.layers.RandomCrop`.
 
-    `size` is the (height, width) of the window (default: size of the image). He et al., "Deep
-    residual learning" (2015), use ``RandomCrop(padding=4)`` for CIFAR-10.
+    He et al., "Deep residual learning" (2015), use ``RandomCrop(32, 32, padding=4)`` for CIFAR-10.
+
+    Args:
+      height: Height of the window in pixels (default: height of the image).
+      width: Width of the window in pixels (default: width of the image).
+      seed: Seed of the draws (default: the run's seed).
+      data_format: "channels_last" or None.
+      name: Ignored.
+      padding: Pixels of zeros added on each side before the crop (default: 0).
     """
 
+    height: int | None = None
+    width: int | None = None
+    seed: int | None = None
+    data_format: str | None = None
+    name: str | None = None
+    _: dataclasses.KW_ONLY
     padding: int = 0
-    size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        is_pair = isinstance(self.size, tuple | list) and len(self.size) == 2
-        require(
-            self.padding >= 0 and (self.size is None or (is_pair and min(self.size) >= 1)),
-            "RandomCrop",
-            f"padding={self.padding} with size={self.size} is not a padding of at least 0 and a "
-            "size (height, width) of at least 1 x 1 pixel",
-            fix="write, for example, RandomCrop(padding=4), which keeps the size of the image",
-            code="out-of-range",
-        )
+        for name in ("height", "width"):
+            if getattr(self, name) is not None:
+                require_int(f"RandomCrop: {name}", getattr(self, name), least=1)
+        require_int("RandomCrop: padding", self.padding, least=0)
+        _check_draws(self)
 
     def move(
         self, rows: tf.Tensor, columns: tf.Tensor, *, draws: Draws
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the maps of rows and columns for the window."""
-        height, width = self.size or (None, None)
         return (
-            self._window(rows, length=height, draws=draws, index=0),
-            self._window(columns, length=width, draws=draws, index=1),
+            self._window(rows, length=self.height, draws=draws, index=0),
+            self._window(columns, length=self.width, draws=draws, index=1),
         )
 
     def _window(
@@ -90,27 +103,51 @@ class RandomCrop(_Own):
         return tf.where(inside, source, -1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class RandomFlip(_Own):
-    """Random flip, `horizontal` (left to right), `vertical`, or both, each with probability 0.5."""
+    """Random flip of each image, with the arguments of `keras.layers.RandomFlip`.
 
-    horizontal: bool = True
-    vertical: bool = False
+    Each direction has the probability 0.5.
+
+    Args:
+      mode: "horizontal" (left to right), "vertical" or "horizontal_and_vertical" (default).
+      seed: Seed of the draws (default: the run's seed).
+      data_format: "channels_last" or None.
+    """
+
+    mode: str = "horizontal_and_vertical"
+    seed: int | None = None
+    data_format: str | None = None
+
+    def __post_init__(self) -> None:
+        modes = ("horizontal", "vertical", "horizontal_and_vertical")
+        require_one_of("RandomFlip: mode", self.mode, modes)
+        _check_draws(self)
 
     def move(
         self, rows: tf.Tensor, columns: tf.Tensor, *, draws: Draws
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the maps of rows and columns, reversed for the examples to flip."""
-        if self.vertical:
+        if "vertical" in self.mode:
             rows = _flipped(rows, draws.below(2, index=0))
-        if self.horizontal:
+        if "horizontal" in self.mode:
             columns = _flipped(columns, draws.below(2, index=1))
         return rows, columns
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Rescale(_Own):
-    """Scaling to ``images * scale + offset`` in floating point."""
+def _check_draws(transform: RandomCrop | RandomFlip) -> None:
+    """Raise UsageError for a seed or a data format that this module does not support."""
+    where = type(transform).__name__
+    if transform.seed is not None:
+        require_int(f"{where}: seed", transform.seed, least=0)
+    if transform.data_format is not None:
+        fix = "move the channels to the last axis"
+        require_one_of(f"{where}: data_format", transform.data_format, ["channels_last"], fix=fix)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rescaling(_Own):
+    """Scaling to ``images * scale + offset`` in floating point, as `keras.layers.Rescaling`."""
 
     scale: float
     offset: float = 0.0
@@ -120,31 +157,67 @@ class Rescale(_Own):
         return np.float64(self.scale), np.float64(self.offset)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Normalize(_Own):
-    """Scaling to ``(images - mean) / std``, with scalars or a value for each channel."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Normalization(_Own):
+    """Scaling to ``(images - mean) / sqrt(variance)``, as `keras.layers.Normalization`.
 
-    mean: float | Sequence[float]
-    std: float | Sequence[float]
+    Args:
+      axis: -1 (default) for a mean and a variance of each channel or of all, None for all.
+      mean: Mean of the stored pixels: a number, or one for each channel.
+      variance: Variance, with the shape of `mean`.
+      invert: True to undo the scaling: ``images * sqrt(variance) + mean`` (default: False).
+    """
+
+    axis: Literal[-1] | None = -1
+    mean: float | Sequence[float] | None = None
+    variance: float | Sequence[float] | None = None
+    invert: bool = False
 
     def __post_init__(self) -> None:
-        stds = np.atleast_1d(np.asarray(self.std, np.float64))
         require(
-            len(stds) and min(stds) > 0,
-            "Normalize",
-            f"std={self.std} is not positive in every channel",
-            fix="pass the standard deviation in the units of the stored pixels",
+            self.axis in (-1, None),
+            "Normalization: axis",
+            f"{self.axis!r} is neither -1 nor None",
+            fix="use axis=-1, which has a mean and a variance of each channel",
+            code="unknown-value",
+        )
+        require(
+            self.mean is not None and self.variance is not None,
+            "Normalization",
+            "the mean or the variance is missing, and a transform has no adapt()",
+            fix="pass mean= and variance=, for example of an adapted keras.layers.Normalization",
+            code="missing-statistics",
+        )
+        mean, variance = self._statistics()
+        require(
+            mean.shape == variance.shape and mean.ndim <= (self.axis is not None),
+            "Normalization",
+            f"mean has shape {mean.shape} and variance {variance.shape} for axis={self.axis}",
+            fix="give both one number, or both one number for each channel and axis=-1",
+            code="shapes-differ",
+        )
+        require(
+            variance.size and variance.min() > 0,
+            "Normalization: variance",
+            f"{self.variance} is not positive",
+            fix="give the variance in the squared units of the stored pixels",
             code="out-of-range",
         )
 
     def coefficients(self) -> tuple[_Numbers, _Numbers]:
-        """Return (1 / std, -mean / std)."""
-        std = np.asarray(self.std, np.float64)
-        return 1.0 / std, -np.asarray(self.mean, np.float64) / std
+        """Return the scale and the offset."""
+        mean, variance = self._statistics()
+        std = np.sqrt(variance)
+        return (std, mean) if self.invert else (1.0 / std, -mean / std)
+
+    def _statistics(self) -> tuple[_Numbers, _Numbers]:
+        """Return mean and variance, also those of an adapted layer (shape [1, 1, 1, channels])."""
+        mean, variance = (np.asarray(value, np.float64) for value in (self.mean, self.variance))
+        return np.squeeze(mean), np.squeeze(variance)
 
 
 _MOVES = (RandomCrop, RandomFlip)
-_SCALES = (Rescale, Normalize)
+_SCALES = (Rescaling, Normalization)
 
 
 class Compose:
@@ -213,7 +286,8 @@ class Compose:
         rows = _identity(images.shape[1] or size[1], count=size[0])
         columns = _identity(images.shape[2] or size[2], count=size[0])
         for position, move in members:
-            draws = draws_for(type(move).__name__, position=position, **by)
+            own = by if move.seed is None else {**by, "seed": move.seed}
+            draws = draws_for(type(move).__name__, position=position, **own)
             rows, columns = move.move(rows, columns, draws=draws)
         return self._with_images(batch, _pick(images, rows=rows, columns=columns))
 

@@ -107,7 +107,7 @@ def _source_of(x: Any) -> tuple[Source, str]:
     if isinstance(x, keras.utils.PyDataset):
         return PyDatasetSource(x), "PyDataset"
     if x is None or isinstance(x, dict | list | tuple | str | bytes):
-        fix = "convert each part with np.asarray(...), or load TFDS with tfdist.data.load(name)"
+        fix = "convert each part with np.asarray(...), or read TFDS with tfdist.data.from_tfds(...)"
         raise _not_accepted(x, fix=fix)
     if any(parent.__module__.startswith("grain.") for parent in type(x).__mro__):
         # Keras reads the items of a grain dataset as batches, but PythonSource as examples.

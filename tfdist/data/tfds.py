@@ -22,7 +22,7 @@ from tfdist.errors import TfdistError, UsageError, near, require, require_packag
 _log = logging.getLogger(__name__)
 
 
-def load(
+def from_tfds(
     name: str,
     split: str,
     *,

@@ -472,7 +472,7 @@ def read_model(
 
     The source is a `.keras` file (read in Keras' safe mode), a run directory of `tfdist.train`, or
     a directory written by `tfdist.BackupAndRestore`. `make` is a ``file.py:function`` that returns
-    the checkpoints' model, or the ``model.json`` of `BackupAndRestore(publish=...)`. Raises
+    the checkpoints' model, or the ``model.json`` of `PublishModel`. Raises
     UsageError if the file or checkpoint is missing or belongs to another model.
     """
     if source.suffix == ".keras":

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from tfdist.strategy.group import barrier, broadcast, is_chief, on_chief
-from tfdist.strategy.job import Job, current_job, job_of
+from tfdist.strategy.job import Job, current_job, job_of, run_dir
 from tfdist.strategy.make import make_strategy
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "job_of",
     "make_strategy",
     "on_chief",
+    "run_dir",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from pathlib import Path
 
 import tensorflow as tf
 from keras.src.backend.common import KerasVariable
@@ -137,6 +138,25 @@ def job_of(strategy: tf.distribute.Strategy) -> Job:
     _require_agreement(kind)
     convert_variables_to_numbers()
     return Job(strategy=strategy, kind=kind)
+
+
+def run_dir() -> Path:
+    """Return the job's run directory, the same in every task. It may not exist yet.
+
+    The launcher sets it with ``--run_dir``. Under a scheduler, TFDIST_RUN_DIR names it.
+
+    Raises:
+      UsageError: This process has no run directory.
+    """
+    config = read_environment(os.environ)
+    if config is None or config.options.run_dir is None:
+        raise UsageError(
+            "run_dir",
+            "this process has no run directory",
+            fix="start the program with tfdist launch, or set TFDIST_RUN_DIR in all tasks",
+            code="no-run-dir",
+        )
+    return Path(config.options.run_dir)
 
 
 def _require_agreement(kind: str) -> None:

@@ -87,7 +87,7 @@ def _require_callback(callback: Any) -> None:
         raise UsageError(
             "callbacks",
             "keras.callbacks.BackupAndRestore would repeat an epoch with newer weights",
-            fix="use tfdist.BackupAndRestore(directory), which resumes at the step",
+            fix="use tfdist.BackupAndRestore(backup_dir), which resumes at the step",
             code="unsupported-callback",
         )
     # Keras' CallbackList is a callback itself, and its entries would be ignored.
@@ -109,7 +109,7 @@ def _require_whole_weights(callback: keras.callbacks.Callback, job: Job) -> None
             f"{type(callback).__name__}(save_freq={callback.save_freq}) cannot save within an "
             "epoch of a pipeline, because each task has only its own stage",
             fix="leave out save_freq, or save within an epoch with "
-            "tfdist.BackupAndRestore(directory, every_steps=...)",
+            "tfdist.BackupAndRestore(save_freq=500)",
             code="unsupported-callback",
         )
 

@@ -275,7 +275,7 @@ def evaluator_of(callbacks: Any, *, job: Job, validation_data: Any) -> Evaluator
         _backups(listed),
         "callbacks",
         "a job with an evaluator needs tfdist.BackupAndRestore, which saves its checkpoints",
-        fix="add tfdist.BackupAndRestore(directory), or start the job without --evaluator",
+        fix="add tfdist.BackupAndRestore(), or start the job without --evaluator",
         code="missing-backup",
     )
     for callback in listed:

@@ -128,7 +128,7 @@ class _TrialFit:
             objective=self._objective if kwargs.get("validation_freq", 1) == 1 else None,
         )
         backup = BackupAndRestore(
-            self._checkpoints(), every_steps=self._assignment.backup_every_steps
+            self._checkpoints(), self._assignment.backup_every_steps or "epoch"
         )
         own_epochs = _OwnEpochs(self._assignment.trial)
         options = {

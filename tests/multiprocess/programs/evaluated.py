@@ -21,7 +21,7 @@ tfdist.fit(
     verbose=0,
     validation_data=(x, x[:, :1]),
     callbacks=[
-        tfdist.BackupAndRestore(f"{sys.argv[1]}/backup", every_steps=20),
+        tfdist.BackupAndRestore(f"{sys.argv[1]}/backup", save_freq=20),
         tfdist.Evaluator(patience=2),
     ],
 )

@@ -129,7 +129,7 @@ def resume():
     """Goes on, or begins, where a job of another number of servers has saved."""
     with strategy.scope():
         model = zoo.tokens()
-    backup = tfdist.BackupAndRestore(OUT.parent / "backup", every_steps=5)
+    backup = tfdist.BackupAndRestore(OUT.parent / "backup", save_freq=5)
     history = tfdist.fit(
         model, zoo.TOKENS, zoo.CALM, batch_size=8, epochs=int(os.environ["EPOCHS"]), seed=3,
         verbose=0, callbacks=[backup],

@@ -26,7 +26,7 @@ class KillOnce(keras.callbacks.Callback):
 x = np.ones((32, 2), "float32")
 data = {"x": x, "y": x[:, :1], "validation_data": (x, x[:, :1]), "batch_size": 8, "verbose": 0}
 for number in (1, 2):
-    backup = tfdist.BackupAndRestore(f"{sys.argv[1]}/backup-{number}", every_steps=2)
+    backup = tfdist.BackupAndRestore(f"{sys.argv[1]}/backup-{number}", save_freq=2)
     callbacks = [backup, KillOnce()] if number == 2 else [backup]
     model.fit(epochs=3, callbacks=callbacks, **data)
 print(model.fit(epochs=1, **data).history)

@@ -52,8 +52,8 @@ draws = np.random.default_rng(7)
 brightness, contrast = draws.normal(size=(500, 1, 1, 1)), draws.uniform(0.2, 2, (500, 1, 1, 1))
 x = (brightness + contrast * draws.normal(size=(500, 8, 8, 1))).astype("float32")
 y = ((brightness > 0) * 2 + (contrast > 1)).reshape(-1)
-training = ArraySource(x, y, transform=Compose([RandomCrop(padding=1), RandomFlip()]))
-backup = tfdist.BackupAndRestore(out / "backup", every_steps=SAVE_EVERY)
+training = ArraySource(x, y, transform=Compose([RandomCrop(padding=1), RandomFlip("horizontal")]))
+backup = tfdist.BackupAndRestore(out / "backup", save_freq=SAVE_EVERY)
 history = tfdist.fit(
     model, training, batch_size=BATCH, steps_per_epoch=STEPS_PER_EPOCH,
     epochs=STEPS // STEPS_PER_EPOCH, seed=3, verbose=0, sharded_optimizer="sharded" in sys.argv,

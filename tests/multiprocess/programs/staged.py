@@ -136,7 +136,7 @@ def trains(strategy):
             model.optimizer.build(model.trainable_variables)
         tfdist.evaluate(model, X, y, batch_size=8, verbose=0)
     if DOES.partition("-")[0] in ("saves", "kills", "tries", "early"):
-        callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", every_steps=3))
+        callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", save_freq=3))
     weights = WEIGHTS * (20 if DOES == "scales" else 1)
     if DOES == "sums":
         callbacks.append(Ledger(OUT / "ledger"))

@@ -72,7 +72,7 @@ C = keras.callbacks
 within = {"pipeline": []}  # an epoch, where it is refused
 callbacks = [
     tfdist.Run(seed=3),
-    tfdist.BackupAndRestore(OUT.with_suffix(".backup"), every_steps=3),
+    tfdist.BackupAndRestore(OUT.with_suffix(".backup"), save_freq=3),
     C.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
     C.ReduceLROnPlateau("val_loss", min_delta=1e9, patience=1, factor=0.5),
     C.EarlyStopping("val_loss", patience=9, restore_best_weights=True),
