@@ -103,7 +103,11 @@ def test_all_is_in_the_log_and_the_last_lines_are_text_but_for_tensorflows_chatt
 ):
     output = task_output(reader.console, tmp_path)
     chatter = b"I0000 00:00:1795172313.149165   16599 port.cc:153] oneDNN is on.\n"
+    chatter += b"WARNING: All log messages before absl::InitializeLog() is called are written to\n"
+    no_gpu = b"E0000 00:00:1.5 3 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: "
+    chatter += no_gpu + b"Failed call to cuInit: UNKNOWN ERROR (303)\n"
     own = b"I 2026 mine\nE0000 00:00:1.2  3 real.cc:1] an error\n"
+    own += no_gpu + b"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH: system has unsupported display driver\n"
     output.feed(chatter + own)
     lines = own.decode().splitlines()
     assert reader.text().splitlines() == [f"[worker-0] {line}" for line in lines]
@@ -165,6 +169,21 @@ def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
     assert reader.text() == "[worker-1] Traceback\n"
     assert "[launch]   Traceback\n" in errors.text()
     errors.close()
+
+
+@pytest.mark.parametrize("later", [5, 100])
+def test_a_tasks_last_lines_are_repeated_only_if_they_are_far_above(reader, tmp_path, later):
+    screen = JobScreen(out=reader.console, err=reader.console)
+    other = screen.open(W0, tmp_path / "other", is_chief=True)
+    failed = screen.open(W1, tmp_path / "log", is_chief=False)
+    failed.feed(b"Traceback\n  line\nValueError: boom\n")
+    for step in range(later):
+        other.feed(b"step %d\n" % step)
+    screen.show_failure(W1, "ValueError: boom")
+    screen.close()
+    text = reader.text()
+    assert text.count("  line\n") == text.count("ValueError: boom\n") - 1 == 1 + (later > 60)
+    assert (f"[launch] its output is above and in {tmp_path}/log\n" in text) == (later < 60)
 
 
 # the report
