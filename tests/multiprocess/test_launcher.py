@@ -169,7 +169,10 @@ def test_output_is_prefixed_and_kept_whole(launch, tmp_path):
     assert job.end() == 0
     lines = job.text.splitlines()
     assert lines[0] == f"[launch] run directory {tmp_path}/a run"
-    assert lines[2:] == [f"[worker-0] {text}" for text in ("one", "2/2", "err", "no end")]
+    assert lines[2:6] == [f"[worker-0] {text}" for text in ("one", "2/2", "err", "no end")]
+    assert [line.split()[:2] for line in lines[6:]] == [
+        ["[launch]", word] for word in ("done", "files", "report:")
+    ]
     log = Path("a run/logs/attempt-1/worker-0.log").read_bytes()
     assert log == b"one\n\xff\xfe 1/2\r2/2\r\nerr\nno end"
 
@@ -219,10 +222,29 @@ def test_the_first_failure_ends_everything_and_is_named_before_its_victims(launc
     os.kill(int(pid), signal.SIGKILL)
     assert job.end() == 137
     assert f"[launch] {first} failed first: killed by SIGKILL, not by the launcher\n" in job.text
-    assert f"[launch]   ready {pid}\n" in job.text
+    assert job.text.count(f"ready {pid}\n") == 1
+    assert "[launch] its output is above and in " in job.text
     assert "a victim's words" not in job.text
     assert "a victim's words" in Path(f"run/logs/attempt-1/{other}.log").read_text()
     job.assert_gone(0)
+
+
+def test_the_last_line_of_a_stopped_job_resumes_it(launch):
+    job = launch(PAUSE, "--workers=2", args=("a b",))
+    job.ready(2)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 143
+    *_, stopped, files, _, last = job.text.splitlines()
+    assert stopped.startswith("[launch] stopped after 0:0")
+    (run,) = Path("runs").iterdir()
+    assert files == f"[launch] files in {run}: logs/, report.json"
+    Path("program.py").write_text("import sys; print(sys.argv[1:])")
+    again = subprocess.run(
+        last.removeprefix("[launch] resume: "), shell=True, capture_output=True, text=True
+    )
+    assert again.returncode == 0, again.stderr
+    assert "[worker-1] ['a b']\n" in again.stdout
+    assert [attempt["exit_code"] for attempt in report(run)["attempts"]] == [143, 0]
 
 
 # requests to stop

@@ -24,7 +24,7 @@ SURFACE = Path(__file__).parent / "data" / "surface.txt"
 LINES = {
     "basics": 942,  # errors, files, phases, argument_parser, loopback: what every room may import
     "cluster": 2_108,
-    "launch": 8_121,
+    "launch": 8_356,
     "strategy": 2_448,
     "data": 2_668,
     "checkpoint": 2_329,

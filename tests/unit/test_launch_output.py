@@ -4,6 +4,9 @@ import errno
 import json
 import os
 import re
+import shlex
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,12 @@ from tfdist.cluster import Task
 from tfdist.files import write_json
 from tfdist.launch import job
 from tfdist.launch.diagnosis import Failure
-from tfdist.launch.options import LaunchOptions, Program
+from tfdist.launch.ending import closing_lines, resume_command
+from tfdist.launch.options import LaunchOptions, Program, parse
 from tfdist.launch.run_dir import attempt_entry, earlier_attempts
 from tfdist.launch.screen import MAX_LINE_BYTES, Console, JobScreen, LineSplitter, TaskOutput
 from tfdist.launch.state import JobState
+from tfdist.outputs.run_directory import RunDirectory
 
 LAUNCH_PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
 W0, W1 = Task("worker", 0), Task("worker", 1)
@@ -103,7 +108,11 @@ def test_all_is_in_the_log_and_the_last_lines_are_text_but_for_tensorflows_chatt
 ):
     output = task_output(reader.console, tmp_path)
     chatter = b"I0000 00:00:1795172313.149165   16599 port.cc:153] oneDNN is on.\n"
+    chatter += b"WARNING: All log messages before absl::InitializeLog() is called are written to\n"
+    no_gpu = b"E0000 00:00:1.5 3 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error: "
+    chatter += no_gpu + b"Failed call to cuInit: UNKNOWN ERROR (303)\n"
     own = b"I 2026 mine\nE0000 00:00:1.2  3 real.cc:1] an error\n"
+    own += no_gpu + b"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH: system has unsupported display driver\n"
     output.feed(chatter + own)
     lines = own.decode().splitlines()
     assert reader.text().splitlines() == [f"[worker-0] {line}" for line in lines]
@@ -165,6 +174,67 @@ def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
     assert reader.text() == "[worker-1] Traceback\n"
     assert "[launch]   Traceback\n" in errors.text()
     errors.close()
+
+
+@pytest.mark.parametrize("later", [5, 100])
+def test_a_tasks_last_lines_are_repeated_only_if_they_are_far_above(reader, tmp_path, later):
+    screen = JobScreen(out=reader.console, err=reader.console)
+    other = screen.open(W0, tmp_path / "other", is_chief=True)
+    failed = screen.open(W1, tmp_path / "log", is_chief=False)
+    failed.feed(b"Traceback\n  line\nValueError: boom\n")
+    for step in range(later):
+        other.feed(b"step %d\n" % step)
+    screen.show_failure(W1, "ValueError: boom")
+    screen.close()
+    text = reader.text()
+    assert text.count("  line\n") == text.count("ValueError: boom\n") - 1 == 1 + (later > 60)
+    assert (f"[launch] its output is above and in {tmp_path}/log\n" in text) == (later < 60)
+
+
+# the last lines
+
+
+def test_a_job_ends_with_its_result_metrics_files_report_and_the_resuming_command(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "tfdist.launch", "--workers=2", "x"])
+    run, given = tmp_path / "runs" / "a b", ["--workers=2", "my train.py", "--lr", "0.1"]
+    (run / "backup").mkdir(parents=True)
+    (run / "live.json").touch()
+    for step, loss in enumerate((0.5, 0.25, None), 1):
+        line = {"step": step, "loss": loss, "accuracy": step / 7, "examples": 8}
+        RunDirectory(run).append_metrics(line)
+    resume = resume_command(parse(["--resume", *given]), run)
+    failed = closing_lines(run, exit_code=1, seconds=75.4, resume=resume)
+    assert failed == [
+        "failed after 0:01:15 (exit code 1)",
+        "metrics at step 3: loss not finite, accuracy 0.4286; best loss 0.25 at step 2",
+        "files in 'runs/a b': backup/, metrics.jsonl",
+        "report: tfdist report 'runs/a b'",
+        f"resume: {resume}",
+    ]
+    words = shlex.split(resume)
+    assert words == ["python3", "-m", "tfdist.launch", "--run_dir=runs/a b", *given]
+    assert parse(words[3:]) == parse(["--run_dir", "runs/a b", *given])
+    assert closing_lines(run, exit_code=0, seconds=0.2, resume="")[0] == "done in 0:00:00"
+    assert closing_lines(run, exit_code=143, seconds=1, resume="")[0].startswith("stopped after")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--evaluator", "--ps=1", "--env=A,B", "-m", "package.train", "-x"],
+        ["--devices_per_worker=2", "--grace_s=2.5", "--", "--overwrite"],
+        ["--stages=2", "--isolate", "--config", "c.py", "--config.seed=1"],
+        ["t.py", "--key", "hidden", "--", "a b"],
+    ],
+)
+def test_the_resuming_command_means_the_same_without_its_secrets(words, tmp_path):
+    again = resume_command(parse(words), tmp_path)
+    assert "hidden" not in again
+    options = parse(shlex.split(again.replace("'<secret>'", "hidden"))[3:])
+    assert options == replace(parse(words), run_dir=str(tmp_path))
 
 
 # the report

@@ -356,9 +356,10 @@ def test_other_ports_are_chosen_for_those_that_were_taken_before_the_start(monke
 
 def test_the_run_directory_is_absolute_and_new_unless_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert chosen_run_dir("x/../y z") == tmp_path / "y z"
-    assert chosen_run_dir(None).parent == tmp_path / "runs"
-    assert chosen_run_dir(None) != chosen_run_dir(None)
+    assert chosen_run_dir("x/../y z", {"SLURM_JOB_ID": "7"}) == tmp_path / "y z"
+    assert chosen_run_dir(None, {}).parent == tmp_path / "runs"
+    assert chosen_run_dir(None, {}) != chosen_run_dir(None, {})
+    assert chosen_run_dir(None, {"SLURM_JOB_ID": "7"}).name.startswith("slurm-7-")
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOLCK, 2), (errno.ENOSPC, 1)])

@@ -137,6 +137,17 @@ def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
     assert (tmp_path / "logs/attempt-1/worker-0.log").read_text() == "last words"
 
 
+def test_only_the_first_traceback_of_an_attempt_is_shown(processes, tmp_path):
+    processes.perform(Start(W1))
+    muted = [processes._screen._outputs[task] for task in (W0, W1)]
+    with open(f"/proc/self/fd/{processes._notes_fd}", "w") as pipe:
+        for task in ("worker-1", "worker-0"):
+            note = {**RAISED, "task": task, "exit_code": 1, "cause": "ValueError", "step": 31}
+            pipe.write(json.dumps(note) + "\n")
+    processes.wait(1)
+    assert [output.muted for output in muted] == [True, False]
+
+
 def test_an_output_that_is_closed_is_one_request_to_stop(processes):
     """Another host asks host 0, and goes on until it is told to end its tasks: two would kill."""
     processes._screen.out.is_closed = True

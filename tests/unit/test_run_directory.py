@@ -1,4 +1,7 @@
-"""The run directory and the files of an evaluator: whose they are, and that they are whole."""
+"""The run directory and the files of an evaluator: whose they are, and that they are whole.
+
+And the run directory that a job continues.
+"""
 
 import errno
 import json
@@ -11,6 +14,8 @@ import pytest
 from tests.refusals import refusal
 from tfdist.errors import TfdistError
 from tfdist.files import FileLock
+from tfdist.launch.ending import command_of, continued_run
+from tfdist.launch.options import parse
 from tfdist.outputs.run_directory import Claim, Evaluations, RunDirectory
 
 CONFIG = {"seed": 3, "optimizer": "adam", "augmentation": {"random_flip": False}}
@@ -198,3 +203,57 @@ def test_a_file_of_many_brackets_is_no_configuration(directory):
     directory.path.mkdir(parents=True)
     directory.config_file.write_text("[" * 10**5)
     assert refusal(directory.read_config).code == "not-json"
+
+
+# the run directory that a job continues
+
+
+def left(name, words, *, code, step=1, at=0):
+    """A run that a command has left in runs/."""
+    path = RunDirectory(f"runs/{name}").path
+    (path / "logs").mkdir(parents=True)
+    report = {"exit_code": code, "job": command_of(parse(words)), "attempts": []}
+    (path / "report.json").write_text(json.dumps(report))
+    (path / "live.json").write_text(json.dumps({"step": step, "at": at}))
+    return path.absolute()
+
+
+def resumed(*words, **environ):
+    return continued_run(parse([*words]), environ)
+
+
+def test_resume_continues_the_newest_unfinished_run_of_the_same_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["--workers=2", "t.py", "--lr", "0.1"]
+    assert refusal(lambda: resumed("--resume", *command)).code == "no-run"
+    killed = left("killed", command, code=None, at=1)
+    failed = left("failed", command, code=1, at=2)
+    for name, words, code, step in (
+        ("other-args", ["--workers=2", "t.py", "--lr", "0.2"], 1, 1),
+        ("other-program", ["--workers=2", "u.py", "--lr", "0.1"], 1, 1),
+        ("other-workers", ["--workers=3", "t.py", "--lr", "0.1"], 1, 1),
+        ("done", command, 0, 1),
+        ("no-step", command, 1, None),
+        ("running", command, None, 1),
+    ):
+        last = left(name, words, code=code, step=step, at=3)
+    (tmp_path / "runs" / "damaged").mkdir()
+    (tmp_path / "runs" / "damaged" / "report.json").write_text("{")
+    with FileLock(last / "logs" / ".lock").acquire():
+        grace = ["--grace_s=3", "--workers=2", str(tmp_path / "t.py"), "--lr", "0.1"]
+        assert resumed("--resume", *grace) == failed
+        (failed / "report.json").unlink()
+        assert resumed("--resume", *command) == killed
+    assert resumed(*command) is None
+    assert refusal(lambda: resumed("--resume", "--run_dir=x", *command)).code == "exclusive"
+
+
+def test_a_job_that_slurm_has_requeued_continues_its_own_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = left("slurm-7-ab12", ["t.py"], code=0)
+    left("slurm-77-ab12", ["t.py"], code=1, at=9)
+    requeued = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    assert resumed("t.py", **requeued) == run
+    assert resumed("t.py", SLURM_JOB_ID="7") is None  # the same command twice in an allocation
+    assert resumed("u.py", **requeued) is None
+    assert resumed("--run_dir=x", "t.py", **requeued) is None

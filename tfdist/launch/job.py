@@ -20,6 +20,13 @@ from tfdist.files import write_json
 from tfdist.launch.agent import lock_host
 from tfdist.launch.diagnosis import Watchdog
 from tfdist.launch.enclosure import enclose
+from tfdist.launch.ending import (
+    closing_lines,
+    command_of,
+    continued_run,
+    resume_command,
+    shown,
+)
 from tfdist.launch.events import (
     STOP_CODES,
     Message,
@@ -101,10 +108,12 @@ def run_job(
     unread = [n for n in settings.NAMES if n not in _READ and settings.text(environ, n)]
     if unread:
         _remark(f"{', '.join(unread)}: ignored, because the launcher reads only its flags")
+    if run_dir := continued_run(options, environ):
+        _remark(f"continuing {shown(run_dir)}")
+    run_dir, given = run_dir or chosen_run_dir(options.run_dir, environ), options
     options, group = decided_group(with_variables(options, environ), environ)
-    job, group = _described(
-        options, group, environ, run_dir=chosen_run_dir(options.run_dir), search=search
-    )
+    job, group = _described(options, group, environ, run_dir=run_dir, search=search)
+    job = dataclasses.replace(job, given=given)
     if options.dry_run or not group.others:
         specs = _stand_in_specs(job, group)  # raises if this machine cannot run them
         if options.dry_run:
@@ -374,7 +383,8 @@ class JobRun:
         self._run_dir = run_dir
         self._report_file = job.run_dir / REPORT_FILE
         self._entries = earlier_attempts(job.run_dir)
-        self._description = description_of_job(job.strategy, argv=sys.orig_argv)
+        description = description_of_job(job.strategy, argv=sys.orig_argv)
+        self._description = {**description, **command_of(job.given)}
         self._policy = RestartPolicy(
             max_restarts=job.options.max_restarts, window_s=job.options.restart_window_s
         )
@@ -382,7 +392,7 @@ class JobRun:
     def run(self) -> int:
         """Run the attempts and return the exit code, with no process left running.
 
-        The report is written after each attempt.
+        The report is written after each attempt. The last lines of output are on the result.
 
         Raises:
             TfdistError: The run directory is not writable. No task was started.
@@ -396,12 +406,21 @@ class JobRun:
                 self._write_report(None)
             except OSError as error:
                 raise not_writable(self._job.run_dir, error) from None
+            began_s = time.monotonic()
             try:
-                return self._run_from(logs)
+                code = self._run_from(logs)
             except (OSError, TfdistError) as error:  # in the launcher
                 self._write(getattr(error, "exit_code", EXIT_FAILED))
                 self._screen.drain(is_hurried=True)
                 raise
+            lines = closing_lines(
+                self._job.run_dir,
+                exit_code=code,
+                seconds=time.monotonic() - began_s,
+                resume=resume_command(self._job.given, self._job.run_dir),
+            )
+            self._screen.say("\n".join(lines))
+            return code
 
     def _run_from(self, logs: Path) -> int:
         before: JobState | None = None

@@ -98,6 +98,7 @@ class LaunchOptions:
         300.0, "S", "how long a task may hang before it has failed; 0: for ever (300)"
     )
     run_dir: str | None = _option(None, "D", "where the job writes (runs/<time>-<random>)")
+    resume: bool = _option(False, "", "continue the newest unfinished run of this command in runs/")
     metrics_port: int | None = _option(
         None, "P", "serve the job's metrics to Prometheus, on loopback (none)"
     )
@@ -234,6 +235,7 @@ def _check_together(options: LaunchOptions) -> None:
     fix = "leave one of them out; live.json in the run directory says the same"
     given = {"--metrics_port": options.metrics_port, "--isolate": options.isolate}
     mutually_exclusive(given, fix=fix)
+    mutually_exclusive({"--resume": options.resume, "--run_dir": options.run_dir})
 
 
 def _refuse(

@@ -91,6 +91,8 @@ class JobDescription:
     """Whether the tasks' output is shown on a terminal."""
     ports: Sequence[int] | None = None
     """Ports that the tasks may use (None: any)."""
+    given: LaunchOptions = field(default_factory=LaunchOptions)
+    """Options of the command line, which the hosts of the job do not complete."""
     open_files: tuple[int, int] = field(
         default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)
     )

@@ -136,6 +136,7 @@ class JobProcesses:
         """Child processes that the caller starts and waits for."""
         self._pids: dict[Task, int] = {}  # last process of each task, also after its exit
         self._owed: dict[Task, int] = {}
+        self._raised: set[Task] = set()
         self._pipes: dict[int, tuple[Task, TaskOutput]] = {}
         self._is_patient = True
         self._is_closed = False
@@ -176,6 +177,7 @@ class JobProcesses:
         self._logs = attempt.logs
         self._chief = attempt.cluster.chief_task
         self._pids.clear()
+        self._raised.clear()
         self._is_patient = True
         self._is_closed = False
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -270,6 +272,7 @@ class JobProcesses:
                 self._starter.give_up()
 
     def _kill_one(self, task: Task) -> None:
+        self._raised.discard(task)  # the job continues
         if task in self._running and self._running[task] is None:
             self._owed[task] = signal.SIGKILL
         elif task in self._pids:
@@ -388,6 +391,14 @@ class JobProcesses:
                 event = decode_event(json.loads(line))
                 if isinstance(event, Raised | Beat) and event.task in self._running:
                     self._news.append(event)
+                if isinstance(event, Raised):
+                    self._see_raised(event.task)
+
+    def _see_raised(self, task: Task) -> None:
+        """Hide a task's traceback if another task has raised: most tasks raise the same error."""
+        if self._raised - {task}:
+            self._screen.mute(task)
+        self._raised.add(task)
 
     def _read(self, fd: int) -> bool:
         """Pass a pipe's data to the task's output, and return whether there may be more."""

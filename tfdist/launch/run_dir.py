@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tfdist.cluster import Task
+from tfdist.cluster import Task, settings
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import FileLock, Held
 from tfdist.launch.diagnosis import Failure
@@ -26,15 +26,27 @@ from tfdist.launch.events import signal_name
 from tfdist.launch.multihost.agreement import versions, without_secrets
 from tfdist.launch.state import JobState, TaskRecord
 
+RUNS = "runs"
+"""Directory of the run directories that the launcher names."""
+
 _LOGS = "logs"
 
 
-def chosen_run_dir(given: str | None) -> Path:
-    """Return the absolute path of the given run directory, or a new path if None."""
+def chosen_run_dir(given: str | None, environ: Mapping[str, str]) -> Path:
+    """Return the absolute path of the given run directory, or a new path if None.
+
+    The name of a new directory has the id of the Slurm job, or else the time.
+    """
     if given is not None:
         return Path(os.path.abspath(os.path.expanduser(given)))
-    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    return Path(os.path.abspath(os.path.join("runs", name)))
+    name = slurm_prefix(environ) or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-"
+    return Path(os.path.abspath(os.path.join(RUNS, f"{name}{secrets.token_hex(2)}")))
+
+
+def slurm_prefix(environ: Mapping[str, str]) -> str:
+    """Return the first part of the names of the runs of this Slurm job, "" outside of Slurm."""
+    job_id = settings.text(environ, "SLURM_JOB_ID")
+    return f"slurm-{job_id}-" if job_id.isdecimal() else ""
 
 
 def next_attempt(run_dir: Path) -> int:

@@ -8,7 +8,7 @@ import os
 import re
 import select
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfdist.cluster import Task
@@ -18,6 +18,7 @@ _BACKLOG_BYTES = 1 << 20
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _ERASE = b"\r\x1b[K"
+_RECENT_LINES = 60  # a reader finds these lines without scrolling far
 
 
 class Console:
@@ -31,8 +32,8 @@ class Console:
         self.fd = fd
         self.is_terminal = is_terminal
         self.is_closed = False
-        self.last_lines = ("", 0)
-        """Name of the task that printed the last lines, and the number of these lines."""
+        self.recent: deque[bytes] = deque(maxlen=_RECENT_LINES)
+        """Last lines of the tasks, without the tasks' names if they run on this host."""
         self._colour = colour
         self._backlog = bytearray()
         self._progress = b""
@@ -49,19 +50,17 @@ class Console:
 
     def say(self, text: str) -> None:
         """Add lines of the launcher."""
-        self.last_lines = ("", 0)
         for line in text.splitlines():
             self._put(b"[launch] " + line.encode(errors="backslashreplace"))
 
     def line(self, name: str, text: bytes, *, hue: int = 0) -> None:
         """Add one line of the task called `name`."""
-        before, count = self.last_lines
-        self.last_lines = (name, count + 1 if name == before else 1)
+        self.recent.append(text)
         self._put(self._prefix(name, hue) + text)
 
     def pass_on(self, line: bytes) -> None:
         """Add an unchanged line from an agent."""
-        self.last_lines = ("", 0)
+        self.recent.append(line)
         self._put(line)
 
     def progress(self, name: str, text: bytes, *, hue: int = 0) -> None:
@@ -127,9 +126,13 @@ class Console:
 MAX_LINE_BYTES = 1 << 16
 """Maximum line length in bytes. Longer lines are split, so that a task cannot fill the memory."""
 
-# Lines that TensorFlow's C++ code logs while it loads, before its log level applies. Examples are
-# the processor's features and the absence of a GPU. The log has these lines, the screen does not.
-_CHATTER = re.compile(rb"WARNING: All log messages before absl::InitializeLog|I0000 .*\.cc:\d+\] ")
+# Lines that TensorFlow's C++ code logs while it loads, before its log level applies: a banner, the
+# processor's features, and an error on a machine without a GPU or its driver. The log has these
+# lines, the screen does not. Other errors of a GPU's driver are shown.
+_CHATTER = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog|I0000 .*\.cc:\d+\] "
+    rb"|E0000 .*\] failed call to cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
+)
 _LAST_LINES = 20
 _MAX_LAST_CHARS = 1000
 
@@ -237,6 +240,7 @@ def _pieces(line: bytes) -> list[bytes]:
 
 
 _HURRIED_DRAIN_S = 1.0
+_LINES_ABOVE = 3
 
 
 class JobScreen:
@@ -278,10 +282,16 @@ class JobScreen:
         failed = self._outputs.get(task)
         self.say(self._failure_block(task, failed, cause))
 
+    def mute(self, task: Task) -> None:
+        """Hide all later output of a task."""
+        if task in self._outputs:
+            self._outputs[task].muted = True
+
     def mute_others(self, task: Task) -> None:
         """Hide all later output of other tasks."""
-        for other, output in self._outputs.items():
-            output.muted = other != task
+        for other in self._outputs:
+            if other != task:
+                self.mute(other)
 
     def last_lines(self, task: Task) -> tuple[str, ...]:
         """Return the last lines of a task's output."""
@@ -315,11 +325,15 @@ class JobScreen:
         lines = self.last_lines(task)
         if not lines:
             return head if output is None else f"{head}\nit printed nothing"
-        shown, count = self.out.last_lines
-        if output and self.out is self.err and shown == output.name and count >= len(lines):
-            return f"{head}\nwhat it printed is above, and in {output.log_path}"
+        if self.out is self.err and self._is_above(lines):
+            return f"{head}\nits output is above" + (f" and in {output.log_path}" if output else "")
         source = f", from {output.log_path}" if output else ""
         return "\n".join([head, f"its last lines{source}:", *(f"  {line}" for line in lines)])
+
+    def _is_above(self, lines: Sequence[str]) -> bool:
+        """Return whether the end of a task's output was shown a few lines above."""
+        recent = [shown.decode(errors="backslashreplace") for shown in self.out.recent]
+        return all(any(shown.endswith(line) for shown in recent) for line in lines[-_LINES_ABOVE:])
 
 
 def standard_screen(environ: Mapping[str, str]) -> JobScreen:

@@ -27,14 +27,14 @@ from typing import Any
 
 from tfdist.cluster import read_environment
 from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near
+from tfdist.launch.ending import SPAWN
 from tfdist.launch.events import exit_code_of
 from tfdist.launch.guardian import MARK, bound_command
 from tfdist.launch.options import FLAGS, parse
 from tfdist.launch.run_dir import chosen_run_dir, earlier_attempts
 
-_MODULE = "tfdist.launch.spawn"
-_OF_HOSTS = ("on", "hosts", "rsh", "env")
-_OPTIONS = tuple(flag.name for flag in FLAGS if flag.name not in _OF_HOSTS)
+_NOT_HERE = ("on", "hosts", "rsh", "env", "resume")
+_OPTIONS = tuple(flag.name for flag in FLAGS if flag.name not in _NOT_HERE)
 _READ_BYTES = 1 << 16
 _FUNCTION, _ANSWERS = "function", "answers"
 _LINES_KEPT = 20
@@ -80,16 +80,16 @@ def spawn(
             fix="call the function directly",
             code="nested-spawn",
         )
-    run_dir = chosen_run_dir(options.pop("run_dir", None))
+    run_dir = chosen_run_dir(options.pop("run_dir", None), os.environ)
     flags = _flags(strategy, workers, ps, {**options, "run_dir": str(run_dir)})
-    parse([*flags, "-m", _MODULE])
+    parse([*flags, "-m", SPAWN])
     payload = _pickled(fn, args)
     with tempfile.TemporaryDirectory(prefix="tfdist-spawn-") as name:
         folder = Path(name)
         (folder / _FUNCTION).write_bytes(payload)
         (folder / _ANSWERS).mkdir()
         before = len(earlier_attempts(run_dir))
-        code, is_interrupted, lines = _run([*flags, "-m", _MODULE, name])
+        code, is_interrupted, lines = _run([*flags, "-m", SPAWN, name])
         answers = _answers(folder)
     if entries := earlier_attempts(run_dir)[before:]:
         answers = [answer for answer in answers if answer["attempt"] == entries[-1]["attempt"]]

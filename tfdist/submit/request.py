@@ -66,7 +66,7 @@ _HELP = {
 }
 NOT_HERE: Mapping[str, str] = {
     **dict.fromkeys(
-        ("start", "isolate", "restart_window_s", "metrics_port"),
+        ("start", "isolate", "restart_window_s", "metrics_port", "resume"),
         "a flag that a scheduler has a use for",
     ),
     "independent": "a flag that a scheduler has a use for",

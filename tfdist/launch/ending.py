@@ -1,0 +1,175 @@
+"""End of a job: its last lines, the command that resumes it, and the run that a job continues."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tfdist.cluster import settings
+from tfdist.errors import TfdistError, UsageError, named
+from tfdist.files import is_held
+from tfdist.launch.events import STOP_CODES
+from tfdist.launch.live import LIVE_FILE
+from tfdist.launch.multihost.agreement import without_secrets
+from tfdist.launch.options import DEFAULT_MODULE, FLAGS, LaunchOptions, Program
+from tfdist.launch.run_dir import REPORT_FILE, RUNS, slurm_prefix
+from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
+
+SPAWN = "tfdist.launch.spawn"
+"""Module that the tasks of `tfdist.spawn` run."""
+
+_OF_STRATEGY = ("strategy", "workers", "ps", "stages", "devices_per_worker", "split_bytes")
+_OF_ONE_START = ("run_dir", "resume", "dry_run")
+_MAX_METRICS = 6
+
+
+def command_of(options: LaunchOptions) -> dict[str, Any]:
+    """Return program, arguments and flags of the strategy, which identify a command.
+
+    Secrets in the arguments are hidden.
+    """
+    program = options.program
+    target = program.target if program.is_module else os.path.abspath(program.target)
+    flags = _changed(options)
+    return {
+        "program": without_secrets([target, *program.args]),
+        "flags": {name: flags[name] for name in _OF_STRATEGY if name in flags},
+    }
+
+
+def _changed(options: LaunchOptions) -> dict[str, Any]:
+    """Return the flags whose values are not the defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(LaunchOptions)}
+    values = {flag.name: getattr(options, flag.name) for flag in FLAGS}
+    return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def continued_run(options: LaunchOptions, environ: Mapping[str, str]) -> Path | None:
+    """Return the run directory that the job continues without ``--run_dir``, or None.
+
+    With ``--resume`` it is the newest unfinished run of the same command. A run with no step is
+    older than any run with steps: it has nothing to resume. If Slurm has requeued the job, it is
+    the run that this command started in the Slurm job.
+
+    Raises:
+        UsageError: ``--resume`` is set, and there is no such run.
+    """
+    if options.resume:
+        runs = _runs_of(options, "*")
+        runs = [run for run in runs if _read(run / REPORT_FILE)["exit_code"] != 0]
+        if not runs:
+            raise UsageError(
+                "--resume",
+                f"{RUNS}/ has no unfinished run of this command",
+                fix="leave --resume out to start a new run, or name a run with --run_dir",
+                code="no-run",
+            )
+        return max(runs, key=_progress)
+    if options.run_dir is None and settings.integer(environ, "SLURM_RESTART_COUNT"):
+        return max(_runs_of(options, f"{slurm_prefix(environ)}*"), key=_progress, default=None)
+    return None
+
+
+def _runs_of(options: LaunchOptions, pattern: str) -> list[Path]:
+    """Return the runs of this command that no launcher is running."""
+    command, found = command_of(options), []
+    for run in Path(RUNS).absolute().glob(pattern):
+        report = _read(run / REPORT_FILE)
+        job = report.get("job")
+        if (
+            isinstance(job, Mapping)
+            and {name: job.get(name) for name in command} == command
+            and "exit_code" in report
+            and not is_held(run / "logs" / ".lock")
+        ):
+            found.append(run)
+    return found
+
+
+def _progress(run: Path) -> tuple[bool, float]:
+    live = _read(run / LIVE_FILE)
+    return live.get("step") is not None, float(live.get("at", 0))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    with contextlib.suppress(TfdistError):
+        return read_json(file) or {}
+    return {}
+
+
+def resume_command(options: LaunchOptions, run_dir: Path) -> str:
+    """Return the command that continues a run, for a shell in this directory.
+
+    Secrets are hidden.
+    """
+    program, where = options.program, shown(run_dir)
+    if program.target == SPAWN:
+        return f"tfdist.spawn(..., run_dir={where!r})"
+    flags = {name: v for name, v in _changed(options).items() if name not in _OF_ONE_START}
+    words = [
+        f"--{n}" if v is True else f"--{n}={v}" for n, v in {"run_dir": where, **flags}.items()
+    ]
+    return shlex.join([*_launcher(), *without_secrets([*words, *_words(program)])])
+
+
+def _launcher() -> list[str]:
+    """Return the words that start the launcher as this process was started."""
+    python, *rest = sys.orig_argv
+    if rest and rest[0] == shutil.which("tfdist"):
+        return ["tfdist", "launch"]
+    return [python, "-m", "tfdist.launch"]
+
+
+def _words(program: Program) -> Sequence[str]:
+    """Return the words of a command line that select the program."""
+    if program.target != DEFAULT_MODULE:
+        return program.python_args
+    return ("--", *program.args) if program.args else ()
+
+
+def shown(path: Path) -> str:
+    """Return a path relative to the working directory if it is inside, else the whole path."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def closing_lines(run_dir: Path, *, exit_code: int, seconds: float, resume: str) -> list[str]:
+    """Return at most five lines on the result: time, metrics, files, report, how to resume."""
+    after, where = timedelta(seconds=round(seconds)), shlex.quote(shown(run_dir))
+    result = "stopped" if exit_code in STOP_CODES else "failed"
+    lines = [f"{result} after {after} (exit code {exit_code})" if exit_code else f"done in {after}"]
+    with contextlib.suppress(TfdistError):
+        lines += _metric_lines(RunDirectory(run_dir).read_metrics())
+    with contextlib.suppress(OSError):
+        names = sorted(f"{e.name}{'/' * e.is_dir()}" for e in os.scandir(run_dir))
+        files = [name for name in names if not name.startswith((".", "old-", LIVE_FILE))]
+        lines.append(f"files in {where}: {named(files)}")
+    lines.append(f"report: tfdist report {where}")
+    return [*lines, f"resume: {resume}"] if exit_code else lines
+
+
+def _metric_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line with the last metrics and the lowest loss, if there are any."""
+    if not lines:
+        return []
+    last = [
+        f"{name} {'not finite' if value is None else f'{value:.4g}'}"
+        for name, value in lines[-1].items()
+        if name not in COUNTERS and isinstance(value, int | float | None)
+    ]
+    text = f"metrics at step {lines[-1].get('step')}: {named(last, most=_MAX_METRICS)}"
+    name = "val_loss" if any("val_loss" in line for line in lines) else "loss"
+    known = [line for line in lines if isinstance(line.get(name), int | float)]
+    finite = [line for line in known if math.isfinite(line[name])]
+    if finite:
+        best = min(finite, key=lambda line: float(line[name]))
+        text += f"; best {name} {best[name]:.4g} at step {best.get('step')}"
+    return [text]
