@@ -175,7 +175,7 @@ def test_a_worker_that_answers_and_gets_nothing_done_is_left_out_with_the_reason
     while "continuing without this worker" not in caplog.text:
         assert time.monotonic() < end_s
         assert pool.submit(cannot_reach("ps-0", 1)).result(DEADLINE_S).worker_index != 1
-    (line,) = [r.message for r in caplog.records if "going on" in r.message]
+    (line,) = [r.message for r in caplog.records if "continuing without" in r.message]
     assert line == (
         "worker-1 answers, but failed 3 work units in a row: ps-0: No route to host; "
         "continuing without this worker"

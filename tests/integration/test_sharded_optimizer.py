@@ -54,7 +54,7 @@ def test_one_worker_has_nothing_to_divide():
         *((RING, scaled(kind), {}, name) for name, kind in OF_WHOLE_VARIABLES.items()),
         (RING, Own, {}, "Own"),
         (RING, optimizers.Adam, {"callbacks": [SWAP]}, "SwapEMAWeights"),
-        (RING, optimizers.Adam, {"dtype": "bfloat16"}, "of bfloat16"),
+        (RING, optimizers.Adam, {"dtype": "bfloat16"}, "has dtype bfloat16"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(job, optimizer, others, named):

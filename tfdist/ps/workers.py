@@ -275,7 +275,7 @@ class WorkerPool:
         reason = f"lost {incarnation.task}"
         if self._members.answers(incarnation.worker_index):
             says = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            reason = f"{incarnation.task} failed: {says}"
+            reason = f"{incarnation.task} answers, but a work unit failed: {says}"
             share = self.shares[incarnation.worker_index]
             share.failures += 1
             if share.failures == _MAX_FAILURES:

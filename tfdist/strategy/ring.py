@@ -528,7 +528,7 @@ def exactly(end: socket.socket, count: int) -> bytes:
     while len(data) < count:
         piece = end.recv(count - len(data))
         if not piece:
-            raise ConnectionError("it has closed its connection")
+            raise ConnectionError("it closed the connection")
         data += piece
     return data
 
