@@ -126,6 +126,7 @@ for line in server.stdout:
 grpc.channel_ready_future(grpc.insecure_channel(grpc_address)).result(60)
 """
 BEFORE = {
+    "README.md": f'{FLAT}{DATA}\nos.environ["TFDIST_RUN_DIR"] = "run"',
     "docs/checkpoints.md": f'{FLAT}{DATA}{MODEL}\nmodel.save("pretrained.keras")',
     "docs/data.md": f"{FLAT}{DATA}{RECORDS}{MODEL}",
     "docs/find.md": f"{FLAT}{DATA}{MODEL}\ny = x.argmax(1) // 8",
@@ -145,6 +146,7 @@ tfdist.fit(model, x, y, callbacks=[tfdist.BackupAndRestore("runs/digits/backup")
 }
 """What a page takes for granted; of pages that are not here: data, and a model in a scope."""
 AFTER = {
+    "README.md": 'assert os.path.exists("run/backup")',
     "docs/checkpoints.md": """
 assert checkpoint.step == 20 and checkpoint.arrays["weights/0"].shape == (64, 8)
 tfdist.fit(model, x, y, epochs=2, validation_data=(xv, yv), callbacks=[Best()])

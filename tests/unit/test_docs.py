@@ -36,16 +36,18 @@ def prose(page: Path) -> str:
 
 
 def python_blocks(page: Path, language: str = "python") -> Iterator[tuple[int, str]]:
-    """The first line and the code of each block that is marked as Python.
+    """The first line and the code of each block that is marked as Python, or is a diff of it.
 
     Those that are marked `py`, another side's code, need what is not installed here and run in
     tests/migrations; the others run in tests/integration/test_docs_python.py.
     """
     text = page.read_text()
     for match in _FENCE.finditer(text):
+        first_line = text.count("\n", 0, match.start()) + 1
         if match[2] == language:
-            first_line = text.count("\n", 0, match.start()) + 1
             yield first_line, re.sub(rf"(?m)^ {{{len(match[1])}}}", "", match[3])
+        elif match[2] == "diff" and language == "python":
+            yield first_line, re.sub(r"(?m)^[+ ]|^-.*\n", "", match[3])
 
 
 def anchors(page: Path) -> set[str]:
