@@ -57,7 +57,7 @@ def load_weights(
         model.built and model.weights,
         "load_weights",
         "the model has no weights yet",
-        fix="add an Input to the model, or call fit(..., initial_weights=filepath)",
+        fix="add an Input to the model, or load the weights with fit(initial_weights=filepath)",
         code="not-built",
     )
     wanted = _wanted(model, layers)
