@@ -176,7 +176,6 @@ class _Shape:
         "devices of each worker (default: its part of the GPUs; one under ps and pipeline; or one "
         "CPU)",
         least=1,
-        most=_MAX_TASKS,
         variable="TFDIST_DEVICES_PER_WORKER",
         submit="devices of each worker (all that it sees)",
     )
@@ -199,7 +198,6 @@ class JobOptions(_Shape):
         None,
         "workers with which a ps job starts if the others do not connect (default: all)",
         least=1,
-        most=_MAX_TASKS,
         strategies=("ps", "multiworker"),
         variable="TFDIST_MIN_WORKERS",
         submit="",
@@ -216,7 +214,6 @@ class JobOptions(_Shape):
         None,
         "CPU threads of each task (default: the CPUs divided among the tasks)",
         least=1,
-        most=_MAX_TASKS,
         submit="CPU threads of each task (--cpus)",
     )
     evaluator: bool = option(
@@ -238,7 +235,6 @@ class JobOptions(_Shape):
         None,
         "stages of each pipeline, with one task for each",
         least=1,
-        most=_MAX_TASKS,
         strategies=("pipeline",),
         variable=STAGES,
         submit="",
@@ -543,7 +539,10 @@ def flags_of(of: type, *, prefix: str = "") -> flags.FlagValues:
     made = flags.FlagValues()
     made.set_gnu_getopt(False)  # parsing stops at the first word that is not a flag
     for one in table(of).values():
-        name, default = prefix + one.name, None if one.default is MISSING else one.default
+        name = prefix + one.name
+        default = None if one.default is MISSING else one.default
+        if one.type in ("tuple", "Path"):
+            default = None if default is None else str(default)
         if not one.help:
             continue
         flag: Any

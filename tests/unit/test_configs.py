@@ -51,7 +51,7 @@ def test_a_file_is_read_and_then_the_overrides(tmp_path):
 
 def test_a_missing_config_file_is_refused_with_the_near_name():
     near = str(CONFIGS[0]).replace(".py", "s.py")
-    assert f"'{CONFIGS[0]}'" in str(refusal(lambda: parse(["--config", near])).received)
+    assert f"'{CONFIGS[0]}'" in str(refusal(lambda: parse(["--config", near])))
 
 
 @pytest.mark.parametrize(

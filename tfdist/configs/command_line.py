@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     nulls = [word for word in words if re.fullmatch(r"--config\.[\w.]+=(null|None)", word)]
     words = [word for word in words if word not in nulls]
     path = _config_file(words)
+    sys.modules.pop("config_config", None)  # config_flags would run a file in an earlier namespace
     try:
         config_flags.DEFINE_config_file("config", path, flag_values=made, sys_argv=words)
         values, rest = read(made, words)

@@ -63,11 +63,11 @@ class LaunchOptions(LaunchFlags):
     program: Program = Program()
 
     def __post_init__(self) -> None:
-        check(self, "--{0.name}", code="bad-value")
         if self.stages is not None and self.strategy == "auto":
             object.__setattr__(self, "strategy", "pipeline")
         if self.stages is not None and self.workers == 1:
             object.__setattr__(self, "workers", self.stages)  # one task per stage
+        check(self, "--{0.name}", code="bad-value")
         if self.ports is not None:
             parse_ports(self.ports, where="--ports")
         _check_together(self)
