@@ -11,28 +11,27 @@ import collections
 import configparser
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import tfdist
 from tfdist.configs import FIELDS
-from tfdist.launch.options import LaunchOptions
+from tfdist.options import LaunchFlags, names_of
 from tfdist.tuning.options import SweepOptions
 
 PACKAGE = Path(tfdist.__file__).parent
 SURFACE = Path(__file__).parent / "data" / "surface.txt"
 LINES = {
-    "basics": 942,  # errors, files, phases, argument_parser, loopback: what every room may import
-    "cluster": 2_108,
-    "launch": 8_356,
-    "strategy": 2_448,
+    "basics": 923,  # errors, files, phases, argument_parser, loopback: what every room may import
+    "cluster": 2_000,
+    "launch": 8_180,
+    "strategy": 2_449,
     "data": 2_668,
     "checkpoint": 2_329,
     "training": 8_113,
     "ps, pipeline": 4_881,
-    "tuning": 3_194,
+    "tuning": 3_124,
     "serving": 3_302,
-    "around": 6_569,  # report, outputs, app, find, ops, audit, configs and the programs
+    "around": 6_945,  # report, outputs, app, find, ops, audit, configs and the programs
 }
 ROOMS = {
     **dict.fromkeys(
@@ -61,9 +60,9 @@ def surface() -> list[str]:
     """Return public names, flags, config fields, required packages and variables, a line each."""
     lines = [f"name {name}" for name in tfdist.__all__]
     lines += [f"name data.{name}" for name in public_names(PACKAGE / "data" / "__init__.py")]
-    lines += [f"launch --{name}" for name in LaunchOptions.__dataclass_fields__]
-    lines += [f"config {field.name}" for field in FIELDS]
-    lines += [f"tune --{field.name}" for field in fields(SweepOptions) if field.metadata]
+    lines += [f"launch --{name}" for name in names_of(LaunchFlags)]
+    lines += [f"config {name}" for name in FIELDS]
+    lines += [f"tune --{name}" for name in names_of(SweepOptions)]
     lines += [f"requires {re.split('[<>=]', line)[0]}" for line in required()]
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
