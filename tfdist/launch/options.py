@@ -70,6 +70,7 @@ class LaunchOptions(LaunchFlags):
         check(self, "--{0.name}", code="bad-value")
         if self.ports is not None:
             parse_ports(self.ports, where="--ports")
+        _check_strategy(self)
         _check_together(self)
 
     @property
@@ -83,17 +84,31 @@ class LaunchOptions(LaunchFlags):
         return None if self.ports is None else parse_ports(self.ports, where="--ports")
 
 
-def _check_together(options: LaunchOptions) -> None:
+def _check_strategy(options: LaunchOptions) -> None:
+    """Refuse options that the strategy does not use."""
     strategy, workers, hosts = options.strategy, options.workers, options.hosts
     if strategy == "auto" and options.ps is not None:
         strategy = "ps"
     possible = ("single", "mirrored", "multiworker") if strategy == "auto" else (strategy,)
     for name, rule in table(LaunchFlags).items():
-        value = getattr(options, name)
         is_used = not rule.strategies or not set(rule.strategies).isdisjoint(possible)
-        if value not in (None, False) and not is_used:
+        if getattr(options, name) not in (None, False) and not is_used:
             fix = f"leave --{name} out, or use --strategy {rule.strategies[0]}"
             _refuse(name, f"strategy {strategy} does not use it", fix)
+    if strategy in ("single", "mirrored") and (workers > 1 or hosts is not None):
+        name = "workers" if workers > 1 else "hosts"
+        fix = f"use --strategy multiworker, or leave --{name} out"
+        _refuse(name, f"--strategy {strategy} is a job of one process", fix)
+    if strategy == "single" and (options.devices_per_worker or 1) > 1:
+        _refuse("devices_per_worker", "a single job has one device", "use --strategy mirrored")
+    is_here = options.where == "local" and hosts is None
+    if options.min_workers is not None and is_here and strategy != "ps":
+        fix = "leave --min_workers out, or use --strategy ps"
+        _refuse("min_workers", "only a ps job on one machine starts without all workers", fix)
+
+
+def _check_together(options: LaunchOptions) -> None:
+    workers, stages, fewest = options.workers, options.stages, options.min_workers
     if options.ps == 0:
         _refuse("ps", "a ps job needs a parameter server", "use --ps 1", code="bad-value")
     if 0 < options.hang_timeout_s < 2:
@@ -101,26 +116,15 @@ def _check_together(options: LaunchOptions) -> None:
             f"{options.hang_timeout_s:g} is less than 2, and tasks send a heartbeat each second"
         )
         _refuse("hang_timeout_s", problem, "use --hang_timeout_s 300", code="bad-value")
-    if strategy in ("single", "mirrored") and (workers > 1 or hosts is not None):
-        name = "workers" if workers > 1 else "hosts"
-        fix = f"use --strategy multiworker, or leave --{name} out"
-        _refuse(name, f"--strategy {strategy} is a job of one process", fix)
-    stages, fewest, devices = options.stages, options.min_workers, options.devices_per_worker
     if stages is not None and workers % stages:
         fix = "make --workers a multiple of --stages, or leave it out"
         _refuse("stages", f"{workers} workers cannot form pipelines of {stages} stages", fix)
-    if fewest is not None and options.where == "local" and hosts is None:
-        if strategy != "ps":
-            fix = "leave --min_workers out, or use --strategy ps"
-            _refuse("min_workers", "only a ps job on one machine starts without all workers", fix)
-        if fewest > workers:
-            problem = f"{fewest} is more than the {workers} workers of the job"
-            _refuse("min_workers", problem, f"use --min_workers {workers}", code="bad-value")
-    if strategy == "single" and devices is not None and devices > 1:
-        _refuse("devices_per_worker", "a single job has one device", "use --strategy mirrored")
-    if options.on == "ray" and hosts is not None:
+    if fewest is not None and options.where == "local" and fewest > workers:
+        problem = f"{fewest} is more than the {workers} workers of the job"
+        _refuse("min_workers", problem, f"use --min_workers {workers}", code="bad-value")
+    if options.on == "ray" and options.hosts is not None:
         _refuse("hosts", "Ray selects the hosts", "leave --hosts out, or use --on ssh")
-    if options.on == "ssh" and hosts is None:
+    if options.on == "ssh" and options.hosts is None:
         _refuse("on", "ssh needs a list of hosts", "give --hosts a:2,b:2", code="no-hosts")
     fix = "leave one of them out; live.json in the run directory says the same"
     given = {"--metrics_port": options.metrics_port, "--isolate": options.isolate}
