@@ -210,7 +210,7 @@ def test_a_loss_that_is_not_a_number_is_one_line(tmp_path):
     ("argument", "says"),
     [
         ("--config.dataset=tfdist_digit", "did you mean 'tfdist_digits'"),
-        ("--config.strategy=multiworker", "no cluster in TF_CONFIG"),
+        ("--config.strategy=multiworker", "TF_CONFIG has no cluster"),
     ],
 )
 def test_what_only_data_or_cluster_can_tell_is_one_line_too(tmp_path, argument, says):

@@ -45,7 +45,7 @@ def test_workers_that_read_different_data_end_with_both_digests(job):
     for case, where in REFUSED.items():
         (line,) = {worker[case]["refused"] for worker in job[0]}  # the same in both
         assert where in line
-        digests = {word.strip(",;") for word in line.split() if len(word.strip(",;")) == 12}
+        digests = {word.strip(",.") for word in line.split() if len(word.strip(",.")) == 12}
         assert len(digests) == 2, line
 
 

@@ -109,7 +109,7 @@ def require_engine(callback: Any) -> None:
         _engine_runs.get(),
         f"tfdist.{type(callback).__name__}",
         "Keras' own fit trains this model, because the model is not in strategy.scope()",
-        fix="call strategy = tfdist.make_strategy(), and make and compile the model inside "
+        fix="add strategy = tfdist.make_strategy(), and make and compile the model inside "
         "`with strategy.scope():`",
         code="another-scope",
     )
