@@ -206,7 +206,8 @@ class JobOptions(_Shape):
         None,
         "directory to which the job writes (default: runs/<time>-<random>)",
         variable=RUN_DIR,
-        submit="directory to which the job writes (runs/NAME, in the first --volume)",
+        submit="directory to which the job writes (Slurm: runs/NAME-JOBID; Kubernetes: NAME in the "
+        "first --volume, or runs/NAME)",
     )
     attempt: int = option(1, least=1)
     """Number of this start of the job, from 1."""

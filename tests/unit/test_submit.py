@@ -184,7 +184,10 @@ def test_kubernetes_replaces_nothing_in_what_a_user_wrote(text):
 
 
 def test_arguments_and_variables_reach_the_tasks_of_slurm(tmp_path):
-    for name, body in {"python": "exit 0", "srun": r'printf "%s\0" "$NOTE" "$@"'}.items():
+    for name, body in {
+        "python": "exit 0",
+        "srun": r'printf "%s\0" "$NOTE" "$TFDIST_RUN_DIR" "$@"',
+    }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     note = "".join(NASTY).replace("\n", "")
@@ -198,7 +201,7 @@ def test_arguments_and_variables_reach_the_tasks_of_slurm(tmp_path):
         timeout=120,
     )
     words = done.stdout.decode().split("\0")[:-1]
-    assert words[0] == note
+    assert words[:2] == [note, "runs/train-7"]  # the same directory after a requeue
     assert words[-len(NASTY) - 2 :] == ["python", "train.py", *NASTY]
 
 

@@ -285,6 +285,8 @@ def test_a_warning_while_slurms_tasks_import_is_no_failure_but_the_second_one_is
         assert done.returncode == 138, done
         assert said in done.stdout
     assert len((tmp_path / "requeued").read_text().splitlines()) == 1
+    last = done.stdout.splitlines()[-1]
+    assert last == "tfdist: to resume, submit the job again with --run_dir runs/train-7"
 
 
 @pytest.mark.parametrize("arguments", ["train.py", PS + "train.py"])

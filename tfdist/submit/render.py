@@ -29,7 +29,7 @@ import yaml  # type: ignore[import-untyped]
 
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, require_packages
-from tfdist.options import HOSTS, PS, RESTARTS, UNCOUNTED_RESTARTS
+from tfdist.options import HOSTS, PS, RESTARTS, RUN_DIR, UNCOUNTED_RESTARTS
 from tfdist.submit.request import JobRequest, pairs, wrong
 
 KINDS = ("job", "jobset", "trainjob")
@@ -70,11 +70,15 @@ def batch_script(request: JobRequest) -> str:
     variables = request.variables()
     if request.is_ps:
         variables[PS] = f"{request.num_ps}"
+    run_dir = ""
+    if request.launch.run_dir is None and RUN_DIR not in request.env:
+        run_dir = variables.pop(RUN_DIR)
     python, *program = request.command
     return _template("slurm.sbatch.j2").render(
         request=request,
         flags=request.flags,
         variables=variables,
+        run_dir=run_dir,
         tasks_per_node=-(-tasks // nodes) if nodes else None,
         mem_per_cpu_mib=-(-memory_mib // (cpus or 1)) if memory_mib else None,
         time=_clock(request.time_s) if request.time_s else None,

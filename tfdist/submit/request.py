@@ -125,7 +125,10 @@ class JobRequest:
 
     @property
     def run_dir(self) -> str:
-        """Return the run directory. Its name is fixed, so that a restarted job can resume."""
+        """Return the run directory. Its name is fixed, so that a restarted job can resume.
+
+        The batch script adds Slurm's job id, unless the user gave the directory.
+        """
         writable = [volume.mount.rstrip("/") for volume in self.volumes if not volume.read_only]
         return self.launch.run_dir or f"{(writable or ['runs'])[0]}/{self.name}"
 
