@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,18 +17,16 @@ from tfdist.errors import (
     Stopped,
     TfdistError,
     UsageError,
-    given_twice,
     near,
     require,
 )
+from tfdist.options import underscored
 
 _EXIT_SIGPIPE = 141
 
 _KINDS = {
     "int": ("an integer", "2, for example", "not-an-int"),
     "float": ("a number", "2, for example", "not-a-number"),
-    "seconds": ("a number of seconds", "60, for example", "not-a-number"),
-    "switch": ("true or false", "alone", "unknown-value"),
 }
 _OTHER = ("a value that it can read", "VALUE", "bad-value")
 """Expected value, example and error code, by the function that reads the text of a flag."""
@@ -107,15 +104,20 @@ def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[.
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `UsageError` and rejects repeated or abbreviated flags."""
+    """An `ArgumentParser` that raises `UsageError`. Flags may have dashes for underscores."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the values, or raise UsageError with the closest name for an unknown flag."""
-        words = sys.argv[1:] if args is None else args
-        self._refuse_words(words)
+        words = list(sys.argv[1:] if args is None else args)
+        end = words.index("--") if "--" in words else len(words)
+        words[:end] = [underscored(w) if w.startswith("--") else w for w in words[:end]]
+        for word in words[:end]:
+            flag, _, value = word.partition("=")
+            if value == "--":  # argparse would drop it
+                self.error(f"argument {flag}: expected one argument")
         # Without "--", positional words may stand between and after flags.
         parse = self.parse_known_args if "--" in words else self.parse_known_intermixed_args
         values, rest = parse(words, namespace)
@@ -128,7 +130,7 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         flags = ["--help", *self._option_string_actions]
         is_flag = name.startswith("--")
-        hint = near("--" + name[2:].replace("-", "_"), flags) if is_flag else ""
+        hint = near(name, flags) if is_flag else ""
         return UsageError(
             "command line",
             received=f"{name}{hint}",
@@ -136,20 +138,6 @@ class Parser(argparse.ArgumentParser):
             fix="correct it, or leave it out; --help lists the flags",
             code="unknown-flag",
         )
-
-    def _refuse_words(self, words: Sequence[str]) -> None:
-        """Reject a repeated flag, and the value ``--``, which argparse would drop."""
-        seen: set[str] = set()
-        for word in itertools.takewhile(lambda word: word != "--", words):
-            flag, _, value = word.partition("=")
-            action = self._option_string_actions.get(flag)
-            if action is None:
-                continue
-            if value == "--":
-                self.error(f"argument {flag}: expected one argument")
-            if action.dest in seen and not isinstance(action, argparse._AppendAction):
-                raise given_twice(flag)
-            seen.add(action.dest)
 
     def error(self, message: str) -> NoReturn:
         """Convert a message of argparse to a UsageError and raise it."""

@@ -38,7 +38,8 @@ from tfdist.launch.multihost.agents import LOOK_EVERY_S, PipeAgent, shell_of
 from tfdist.launch.multihost.agreement import passed_variables
 from tfdist.launch.multihost.hosts import slurm_nodes
 from tfdist.launch.multihost.pipe import Pipe
-from tfdist.launch.options import PLACES, LaunchOptions
+from tfdist.launch.options import LaunchOptions
+from tfdist.options import HostFlags, JobOptions, table
 
 PACKAGES = ("tensorflow", "keras", "numpy", "tfdist")
 """Packages that every host needs in the same version."""
@@ -416,11 +417,8 @@ def _parser() -> Parser:
     add = parser.add_argument
     files = "TF_CONFIG (.json), a config file (.py), or the output of env (.env)"
     add("files", nargs="*", metavar="FILE", help=files)
-    add("--hosts", metavar="a,b,...", help="check these hosts")
-    add("--on", metavar="|".join(PLACES), help="how the checks are started there (ssh)")
-    add("--rsh", metavar="CMD", help="the remote shell of --on ssh (ssh)")
-    add("--env", metavar="NAME", action="append", help="pass a variable to the checks there")
-    add("--run_dir", default=".", metavar="D", help="where the job writes (.)")
+    for one in (*table(HostFlags).values(), table(JobOptions)["run_dir"]):
+        add(f"--{one.name}", action="append" if one.repeated else "store", help=one.help)
     return parser
 
 
@@ -430,15 +428,16 @@ def _run(words: Sequence[str]) -> int:
     arguments, command = _parser().parse_args(words[:at]), words[at + 1 :]
     hosts, on, env = arguments.hosts, arguments.on, ",".join(arguments.env or ()) or None
     elsewhere = LaunchOptions(on=on, hosts=hosts, rsh=arguments.rsh, env=env)
+    run_dir = arguments.run_dir or "."
     for name in arguments.files:
         findings += check_file(name)
     if command:
         findings += check_command(command)
     if hosts or elsewhere.where != "local":
-        findings += check_hosts(elsewhere, environ, run_dir=arguments.run_dir)
+        findings += check_hosts(elsewhere, environ, run_dir=run_dir)
     elif not arguments.files and not command:
         findings += check_environment(environ)
-        findings += check_host(environ, run_dir=arguments.run_dir)
+        findings += check_host(environ, run_dir=run_dir)
     errors = sum(finding.is_error for finding in findings)
     summary = f"{errors} errors, {len(findings) - errors} warnings"
     print(*findings, summary if findings else "no findings", sep="\n", flush=True)

@@ -131,13 +131,6 @@ def named(things: Iterable[object], *, most: int = 8) -> str:
     return ", ".join(names[:most]) + more
 
 
-def given_twice(flag: str) -> UsageError:
-    """Return the error for a repeated flag (argparse would silently use the last value)."""
-    return UsageError(
-        flag, "the flag is given more than once", fix="pass the flag once", code="given-twice"
-    )
-
-
 def require(condition: object, where: str, problem: str = "", **parts: Any) -> None:
     """Raise UsageError unless `condition` holds. Use it if the texts are cheap to build."""
     if not condition:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tfdist.argument_parser import run_program
 from tfdist.cluster import read_environment
-from tfdist.configs.command_line import TrainCommand, help_text, parse
+from tfdist.configs.command_line import help_text, parse
 from tfdist.errors import EXIT_OK
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     _set_up_logging()
     words = sys.argv[1:] if argv is None else argv
-    return run_program("tfdist.train", lambda: _run(parse(words)))
+    return run_program("tfdist.train", lambda: _run(words))
 
 
 def _set_up_logging() -> None:
@@ -34,10 +34,15 @@ def _set_up_logging() -> None:
     logging.getLogger("tensorflow").propagate = False  # it has its own handler
 
 
-def _run(command: TrainCommand) -> int:
-    if command.help:
-        print(help_text())
+def _run(words: Sequence[str]) -> int:
+    from absl.logging.converter import absl_to_standard
+
+    command = parse(words)
+    if command.config is None:
+        print(help_text(full="--helpfull" in words))
         return EXIT_OK
+    if command.verbosity is not None:
+        logging.getLogger().setLevel(absl_to_standard(command.verbosity))
     read_environment(os.environ)
     # Imported here, so that a wrong flag or variable is reported before TensorFlow loads
     # (seconds) and prints its log lines.

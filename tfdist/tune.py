@@ -17,7 +17,7 @@ from tfdist.configs import command_line
 from tfdist.errors import EXIT_OK, require_packages
 from tfdist.tuning import sweep
 from tfdist.tuning.config_sweep import ConfigSweep
-from tfdist.tuning.options import SweepOptions, parse
+from tfdist.tuning.options import help_text, parse
 from tfdist.tuning.results import show
 
 
@@ -26,10 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(asctime)s %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
     words = sys.argv[1:] if argv is None else argv
-    return run_program("tfdist.tune", lambda: _run(parse(words)))
+    return run_program("tfdist.tune", lambda: _run(words))
 
 
-def _run(options: SweepOptions | Path) -> int:
+def _run(words: Sequence[str]) -> int:
+    options = parse(words)
+    if options is None:
+        print(help_text(full="--helpfull" in words))
+        return EXIT_OK
     if isinstance(options, Path):
         show(options)
         return EXIT_OK

@@ -132,7 +132,7 @@ def test_data_that_do_not_fit_are_refused(changes, code, tmp_path):
 
 
 def test_the_configuration_knows_the_models_and_another_is_refused():
-    (field,) = (field for field in FIELDS if field.name == "model")
+    field = FIELDS["model"]
     assert field.choices == tuple(MODELS)
     make = lambda: build_model("resnet2", image_shape=(8, 8, 1), num_classes=10)  # noqa: E731
     assert refusal(make).code == "unknown-value"

@@ -21,6 +21,12 @@ def test_what_is_no_flag_may_stand_between_and_behind_flags():
     assert check().parse_args(["a.json", "--run_dir", "r", "b.py"]).files == ["a.json", "b.py"]
 
 
+def test_dashes_may_stand_for_underscores_and_the_last_of_a_repeated_flag_counts():
+    words = ["--run-dir", "r", "--run_dir=s", "a.json", "--", "--no-flag"]
+    found = check().parse_args(words)
+    assert (found.run_dir, found.files) == ("s", ["a.json", "--no-flag"])
+
+
 def test_flags_of_a_configuration_may_come_twice():
     words = ["--config=c.py", "--config.seed=1", "--config.seed=2"]
     assert tune(words).config_flags == ("--config.seed=1", "--config.seed=2")

@@ -11,12 +11,11 @@ import collections
 import configparser
 import re
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import tfdist
 from tfdist.configs import FIELDS
-from tfdist.launch.options import LaunchOptions
+from tfdist.options import LaunchFlags, names_of
 from tfdist.tuning.options import SweepOptions
 
 PACKAGE = Path(tfdist.__file__).parent
@@ -61,9 +60,9 @@ def surface() -> list[str]:
     """Return public names, flags, config fields, required packages and variables, a line each."""
     lines = [f"name {name}" for name in tfdist.__all__]
     lines += [f"name data.{name}" for name in public_names(PACKAGE / "data" / "__init__.py")]
-    lines += [f"launch --{name}" for name in LaunchOptions.__dataclass_fields__]
-    lines += [f"config {field.name}" for field in FIELDS]
-    lines += [f"tune --{field.name}" for field in fields(SweepOptions) if field.metadata]
+    lines += [f"launch --{name}" for name in names_of(LaunchFlags)]
+    lines += [f"config {name}" for name in FIELDS]
+    lines += [f"tune --{name}" for name in names_of(SweepOptions)]
     lines += [f"requires {re.split('[<>=]', line)[0]}" for line in required()]
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()

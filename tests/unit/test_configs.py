@@ -21,17 +21,17 @@ def config_file(tmp_path: Path, body: str) -> str:
 def test_every_field_has_a_default_that_is_right_and_a_line_of_help():
     config = base()
     check(config)
-    assert FREE <= set(flat(config)) == {field.name for field in FIELDS}
-    text = "".join(help_text().split())
-    for field in FIELDS:
-        assert f"--config.{field.name}" in text
+    assert FREE <= set(flat(config)) == set(FIELDS)
+    text = "".join(help_text(full=False).split())
+    for field in FIELDS.values():
+        assert f"config.{field.name}:" in text
         assert "".join(field.help.split()) in text
 
 
 def test_without_a_file_it_is_the_digits():
     command = parse([])
     assert command.config.dataset == "tfdist_digits"
-    assert (command.overwrite, command.help) == (False, False)
+    assert not command.overwrite
 
 
 def test_a_file_is_read_and_then_the_overrides(tmp_path):
@@ -51,7 +51,7 @@ def test_a_file_is_read_and_then_the_overrides(tmp_path):
 
 def test_a_missing_config_file_is_refused_with_the_near_name():
     near = str(CONFIGS[0]).replace(".py", "s.py")
-    assert f"'{CONFIGS[0]}'" in str(refusal(lambda: parse(["--config", near])).received)
+    assert f"'{CONFIGS[0]}'" in str(refusal(lambda: parse(["--config", near])))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_missing_config_file_is_refused_with_the_near_name():
     [
         ("c.augmentation.random_fip = True", "CFG003", "line 4"),
         ("c.seed = 'x'", "CFG001", "line 4"),
-        ("c.optimizer = None", "CFG004", "config.optimizer"),
+        ("c.optimizer = None", "CFG005", "config.optimizer"),
         ("raise ValueError('of mine')", "CFG001", "line 4"),
         ("syntax error", "CFG001", "line 4"),
         ("return {}", "CFG008", "config.py"),

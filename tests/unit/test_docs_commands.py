@@ -19,6 +19,7 @@ from tfdist import check, demo, env, export, serve, top
 from tfdist.cluster import JobOptions
 from tfdist.configs import command_line
 from tfdist.launch import options
+from tfdist.options import LaunchFlags, names_of
 from tfdist.report import __main__ as report
 from tfdist.submit import request
 from tfdist.submit.__main__ import main as submit
@@ -72,14 +73,15 @@ def test_every_program_is_in_the_index_and_in_a_command():
 
 def _flags_of(*parsers: argparse.ArgumentParser) -> list[str]:
     actions = [action for parser in parsers for action in parser._actions]
+    actions = [action for action in actions if action.help != argparse.SUPPRESS]
     return [action.option_strings[-1][2:] for action in actions if action.option_strings]
 
 
 def _flags_by_page() -> dict[str, list[str]]:
     return {
-        "launch.md": [flag.name for flag in options.FLAGS],
-        "submit.md": [n for n in _flags_of(request._parser()) if n not in request.NOT_HERE],
-        "tuning.md": _flags_of(tfdist.tuning.options._parser()),
+        "launch.md": names_of(LaunchFlags),
+        "submit.md": _flags_of(request._parser()),
+        "tuning.md": names_of(tfdist.tuning.options.SweepOptions),
         "checks.md": _flags_of(check._parser()),
         "serving.md": _flags_of(export._parser(), serve._parser()),
         "report.md": _flags_of(report._parser(), top._parser()),

@@ -21,10 +21,12 @@ from tests.unit.submit import PODS, SLURM
 from tfdist import check, errors, serve
 from tfdist.checkpoint.backup import Best
 from tfdist.cluster.address import parse_hosts
+from tfdist.configs import FIELDS
 from tfdist.configs import command_line as train
 from tfdist.errors import UsageError
 from tfdist.launch import options as launch
 from tfdist.launch.multihost.hosts import decided_group
+from tfdist.options import LaunchFlags, names_of
 from tfdist.pipeline.cuts import balanced
 from tfdist.submit import __main__ as submit
 from tfdist.submit import request
@@ -138,13 +140,17 @@ def test_it_is_refused(row):
     assert str(error).isprintable()
 
 
+def names_in(parser):
+    return [flag[2:] for flag in parser._option_string_actions if flag not in ("-h", "--help")]
+
+
 PARSERS = {
-    "launch": (launch.parse, launch._parser()),
-    "train": (train.parse, train._parser()),
-    "tune": (tune.parse, tune._parser()),
-    "serve": (serve._parser().parse_args, serve._parser()),
-    "submit": (request.parse, request._parser()),
-    "check": (check._parser().parse_args, check._parser()),
+    "launch": (launch.parse, names_of(LaunchFlags)),
+    "train": (train.parse, ["overwrite", *(f"config.{name}" for name in FIELDS)]),
+    "tune": (tune.parse, names_of(tune.SweepOptions)),
+    "serve": (serve._parser().parse_args, names_in(serve._parser())),
+    "submit": (request.parse, names_in(request._parser())),
+    "check": (check._parser().parse_args, names_in(check._parser())),
 }
 TEXTS = (
     *("0", "-1", "2", "1.5", "nan", "inf", "1e999", "9" * 5000),
@@ -153,17 +159,13 @@ TEXTS = (
 VALUES = st.sampled_from(TEXTS) | st.text(max_size=8)
 
 
-def flags_of(parser):
-    return [flag for flag in parser._option_string_actions if "help" not in flag]
-
-
 @pytest.mark.usefixtures("_on_host_a")
 @pytest.mark.parametrize("program", PARSERS)
 def test_each_flag_reads_or_refuses_each_text(program):
-    parse, parser = PARSERS[program]
-    for flag, text in itertools.product(flags_of(parser), TEXTS):
+    parse, names = PARSERS[program]
+    for name, text in itertools.product(names, TEXTS):
         with contextlib.suppress(UsageError):
-            parse([f"{flag}={text}"])
+            parse([f"--{name}={text}"])
 
 
 @pytest.mark.usefixtures("_on_host_a")
@@ -173,8 +175,8 @@ def test_each_flag_reads_or_refuses_each_text(program):
     max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
 )
 def test_any_command_line_gives_a_value_or_a_usage_error(program, data):
-    parse, parser = PARSERS[program]
-    flags = st.sampled_from(flags_of(parser))
+    parse, names = PARSERS[program]
+    flags = st.sampled_from([f"--{name}" for name in names])
     given_flags = st.lists(flags | st.builds("{}={}".format, flags, VALUES), max_size=6)
     words = data.draw(given_flags) + data.draw(st.lists(VALUES, max_size=2))
     with contextlib.suppress(UsageError, SystemExit):  # -h exits

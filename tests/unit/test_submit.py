@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.submit import PODS, SLURM, manifest, printed, refused, run
-from tfdist.launch.options import FLAGS as LAUNCHER
+from tfdist.options import LaunchFlags, names_of, table
 from tfdist.submit import __main__ as program
 from tfdist.submit.render import escape_dollars, manifests
-from tfdist.submit.request import NOT_HERE, parse
+from tfdist.submit.request import parse
 
 # Whole files: launch/
 
@@ -69,14 +69,15 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("to", [SLURM, PODS], ids=["slurm", "kubernetes"])
-@pytest.mark.parametrize("flag", [f.name for f in LAUNCHER if f.name not in ("dry_run", "env")])
+@pytest.mark.parametrize("flag", [f for f in names_of(LaunchFlags) if f not in ("dry_run", "env")])
 def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(flag, to):
     others, value = EXAMPLES.get(flag, ("", "7"))
     to += "--kind jobset " * (to == PODS and flag == "evaluator")
     line = f"{to} {others} --{flag} {value} train.py"
     is_shown = re.search(rf"\n  --{flag}\b", printed("--to slurm --help"))
-    assert bool(is_shown) == (flag not in NOT_HERE)
-    if flag in NOT_HERE or (flag == "hang_timeout_s" and to == PODS):
+    is_taken = table(LaunchFlags)[flag].submit is not None
+    assert bool(is_shown) == is_taken
+    if not is_taken or (flag == "hang_timeout_s" and to == PODS):
         assert f"leave --{flag} out" in refused(line)
     else:
         assert printed(line) != printed(f"{to} {others} train.py")

@@ -293,7 +293,7 @@ def test_the_fix_for_a_name_of_an_older_platform_says_what_to_write(fields, code
 )
 def test_a_wrong_option_is_refused_with_its_name(name, value):
     where = f"tfdist.{name}"
-    assert refused(lambda: JobOptions.from_dict({name: value})) == (where, "TFC019")
+    assert refused(lambda: JobOptions(**{name: value})) == (where, "TFC019")
     text = config_text(tfdist={name: value})
     assert refused(lambda: decode(text)) == (f"TF_CONFIG {where}", "TFC019")
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests.unit.sweep_world import BEGUN, FAILED, FakeSearch, Slots, World, flags_of, trials_in
 from tfdist.errors import UsageError
+from tfdist.options import MEDIAN
 from tfdist.outputs.sweep_journal import Journal, Trial, fold, read
 from tfdist.tuning.chief import IDLE
-from tfdist.tuning.options import MEDIAN
 from tfdist.tuning.sweep import begin_retraining, retrain
 from tfdist.tuning.trial_job import (
     LEAST_TRIALS,

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 
 from tfdist.cluster.ports import HeldPort, hold_ports, is_port_free
 from tfdist.cluster.tf_config import (
-    STRATEGIES,
     TASK_TYPES,
     ClusterSpec,
-    JobOptions,
     Task,
     TaskConfig,
     decode,
@@ -18,6 +16,7 @@ from tfdist.cluster.tf_config import (
     job_configs,
     resolved_strategy,
 )
+from tfdist.options import LAUNCHED, STRATEGIES, JobOptions
 
 __all__ = [
     "STRATEGIES",
@@ -44,7 +43,7 @@ def read_environment(environ: Mapping[str, str]) -> TaskConfig | None:
     Raises:
         UsageError: a source is wrong, or two sources disagree. The message names both.
     """
-    config = from_environ(environ) if "TFDIST_JOB" in environ else None
+    config = from_environ(environ) if LAUNCHED in environ else None
     if config is not None:
         return config
     from tfdist.cluster import environment  # tasks of tfdist's launcher do not need it

@@ -36,7 +36,10 @@ from tfdist.cluster.address import (
     split_address,
 )
 from tfdist.cluster.placement import is_name, one_of, place, port_of_job, same_host
-from tfdist.cluster.settings import (
+from tfdist.cluster.settings import integer, needed, text
+from tfdist.cluster.tf_config import ClusterSpec, Task, TaskConfig
+from tfdist.errors import UsageError, require_one_of
+from tfdist.options import (
     CLUSTER,
     EVALUATOR,
     HOSTS,
@@ -44,13 +47,10 @@ from tfdist.cluster.settings import (
     NODE_RANK,
     PS,
     STRATEGY,
+    JobOptions,
     JobSettings,
-    integer,
-    needed,
-    text,
+    part,
 )
-from tfdist.cluster.tf_config import ClusterSpec, JobOptions, Task, TaskConfig
-from tfdist.errors import UsageError, require_one_of
 
 # Cluster resolver of MPI: the variables that mpirun sets for each rank.
 #
@@ -454,7 +454,7 @@ def _alone(job_settings: JobSettings) -> TaskConfig | None:
                 f"{where}",
                 code="ENV004",
             )
-    options = job_settings.options()
+    options = part(JobOptions, job_settings)
     if options == JobOptions():
         return None
     return TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
@@ -472,7 +472,7 @@ def _with_settings(config: TaskConfig, job_settings: JobSettings) -> TaskConfig:
         raise _disagreement(PS, problem, "correct TF_CONFIG")
     options = config.options
     if options == JobOptions(strategy=has):
-        options = job_settings.options()
+        options = part(JobOptions, job_settings)
     return replace(config, options=replace(options, strategy=strategy if has == "auto" else has))
 
 

@@ -11,12 +11,12 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tfdist.cluster import settings
 from tfdist.cluster.address import join
 from tfdist.cluster.ports import as_text
-from tfdist.cluster.settings import JobSettings
+from tfdist.cluster.settings import ports_of
 from tfdist.cluster.tf_config import TASK_TYPES, ClusterSpec, Task, TaskConfig
 from tfdist.errors import UsageError
+from tfdist.options import CLUSTER, EVALUATOR, PORTS, PS, STRATEGY, JobOptions, JobSettings, part
 
 DEFAULT_PORT = 2222
 """Port of the first task on each host, as in TensorFlow's examples and TFJob."""
@@ -42,7 +42,7 @@ def place(
     each host numbers its ports separately. Without `job_port` the tasks of a host use
     TFDIST_PORTS, or `DEFAULT_PORT` and the following ports.
     """
-    ports = job_settings.ports
+    ports = ports_of(job_settings)
     types = task_types(len(hosts), job_settings=job_settings)
     first_port = job_port or (DEFAULT_PORT if ports is None else ports.start)
     is_few = len(hosts) <= PORTS_PER_JOB and (ports is None or first_port + len(hosts) - 1 in ports)
@@ -55,7 +55,7 @@ def place(
         lists[type_].append(address)
     task = Task(types[rank], types[:rank].count(types[rank]))
     cluster = ClusterSpec.from_dict(lists)
-    return TaskConfig(cluster=cluster, task=task, options=job_settings.options())
+    return TaskConfig(cluster=cluster, task=task, options=part(JobOptions, job_settings))
 
 
 def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig | None:
@@ -80,10 +80,10 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
     if job_settings.evaluator:
         if count == 1 or job_settings.strategy in ("single", "mirrored"):
             raise UsageError(
-                settings.EVALUATOR,
+                EVALUATOR,
                 f"an evaluator cannot join a job of {count} task{'s' * (count > 1)} "
                 f"with strategy {job_settings.strategy}",
-                fix=f"use multiworker or ps and one more task, or unset {settings.EVALUATOR}",
+                fix=f"use multiworker or ps and one more task, or unset {EVALUATOR}",
                 code="ENV004",
             )
         training = replace(job_settings, evaluator=False)
@@ -92,15 +92,15 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
     if not ps:
         if job_settings.strategy in ("single", "mirrored") and count > 1:
             raise UsageError(
-                settings.STRATEGY,
+                STRATEGY,
                 f"{job_settings.strategy} runs in one task, but the job has {count}",
-                fix=f"start one task, or set {settings.CLUSTER}=none for {count} separate jobs",
+                fix=f"start one task, or set {CLUSTER}=none for {count} separate jobs",
                 code="ENV004",
             )
         return ["worker"] * count
     if count < ps + 2:
         raise UsageError(
-            settings.PS,
+            PS,
             f"a job with {ps} ps needs {ps + 2} tasks (with a chief and a worker), but has {count}",
             fix="start more tasks, or fewer ps",
             code="ENV004",
@@ -125,9 +125,9 @@ def _addresses(hosts: Sequence[str], *, first_port: int, among: range | None = N
     if first_port > among.start:
         return _addresses(hosts, first_port=among.start, among=among)  # use the whole range
     raise UsageError(
-        settings.PORTS,
+        PORTS,
         f"{as_text(among)} has {len(among)} ports for {last_port - first_port + 1} tasks on a host",
-        fix=f"set {settings.PORTS} to a larger range",
+        fix=f"set {PORTS} to a larger range",
         code="ENV001",
     )
 
@@ -140,11 +140,9 @@ def port_of_job(job: str, *, step: int = 0, job_settings: JobSettings | None = N
     the jobs divide its range.
     """
     first_port, jobs = FIRST_PORT, _JOBS
-    if job_settings is not None and job_settings.ports is not None:
-        first_port, jobs = (
-            job_settings.ports.start,
-            max(1, len(job_settings.ports) // PORTS_PER_JOB),
-        )
+    ports = None if job_settings is None else ports_of(job_settings)
+    if ports is not None:
+        first_port, jobs = ports.start, max(1, len(ports) // PORTS_PER_JOB)
     number = int(job) if job.isascii() and job.isdecimal() else zlib.crc32(job.encode())
     return first_port + PORTS_PER_JOB * ((number + 131 * step) % jobs)
 
@@ -166,17 +164,16 @@ def _ps_count(job_settings: JobSettings) -> int:
         return int(job_settings.strategy == "ps")
     if job_settings.strategy not in ("auto", "ps") and job_settings.ps:
         raise UsageError(
-            settings.PS,
-            f"{job_settings.ps} parameter servers need {settings.STRATEGY}=ps, "
-            f"not {job_settings.strategy}",
-            fix=f"unset {settings.PS}, or set {settings.STRATEGY}=ps",
+            PS,
+            f"{job_settings.ps} parameter servers need {STRATEGY}=ps, not {job_settings.strategy}",
+            fix=f"unset {PS}, or set {STRATEGY}=ps",
             code="ENV004",
         )
     if job_settings.strategy == "ps" and not job_settings.ps:
         raise UsageError(
-            settings.PS,
-            f"{settings.STRATEGY}=ps needs at least one parameter server",
-            fix=f"set {settings.PS}=1, or another strategy",
+            PS,
+            f"{STRATEGY}=ps needs at least one parameter server",
+            fix=f"set {PS}=1, or another strategy",
             code="ENV004",
         )
     return job_settings.ps

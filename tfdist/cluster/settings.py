@@ -6,70 +6,39 @@ number of ps and other options. They must have the same values in all tasks of t
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from tfdist.cluster.address import shown
 from tfdist.cluster.ports import parse_ports
-from tfdist.cluster.tf_config import STRATEGIES, JobOptions
-from tfdist.errors import UsageError, require_one_of
-
-LAUNCHED = "TFDIST_JOB"
-"""Variable that tfdist's launcher sets in its tasks. Such a task reads only TF_CONFIG."""
-
-CLUSTER, STRATEGY, PS = "TFDIST_CLUSTER", "TFDIST_STRATEGY", "TFDIST_PS"
-PORTS = "TFDIST_PORTS"
-HOSTS, NODE_RANK, LOCAL_RANK = "TFDIST_HOSTS", "TFDIST_NODE_RANK", "TFDIST_LOCAL_RANK"
+from tfdist.errors import UsageError
+from tfdist.options import (
+    CLUSTER,
+    HOSTS,
+    LAUNCHED,
+    LOCAL_RANK,
+    NODE_RANK,
+    PORTS,
+    RESTARTS,
+    STAGES,
+    STRATEGY,
+    UNCOUNTED_RESTARTS,
+    JobSettings,
+    Option,
+    table,
+)
 
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 """Variable that makes tf.keras Keras 2 (package tf_keras). `import keras` remains Keras 3."""
 
-RUN_DIR, STARTUP_TIMEOUT_S = "TFDIST_RUN_DIR", "TFDIST_STARTUP_TIMEOUT_S"
-DEVICES_PER_WORKER, MIN_WORKERS = "TFDIST_DEVICES_PER_WORKER", "TFDIST_MIN_WORKERS"
-SPLIT_BYTES, EVALUATOR = "TFDIST_SPLIT_BYTES", "TFDIST_EVALUATOR"
-STAGES = "TFDIST_STAGES"
-
-RESTARTS, UNCOUNTED_RESTARTS = "TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"
-"""Variables with a task's earlier starts. An indexed Job of Kubernetes has two such counts."""
-
-FLAGS = {
-    "run_dir": RUN_DIR,
-    "startup_timeout_s": STARTUP_TIMEOUT_S,
-    "devices_per_worker": DEVICES_PER_WORKER,
-    "min_workers": MIN_WORKERS,
-    "evaluator": EVALUATOR,
-    "ports": PORTS,
-    "split_bytes": SPLIT_BYTES,
-    "stages": STAGES,
-}
-"""The variable of each flag of the launcher that ``tfdist.submit`` sets in tasks."""
-
-_OF_CLUSTERS = (CLUSTER, STRATEGY, PS, HOSTS, NODE_RANK, LOCAL_RANK)
-NAMES = (*_OF_CLUSTERS, *FLAGS.values(), RESTARTS, UNCOUNTED_RESTARTS)
+_OF_CLUSTERS = (CLUSTER, HOSTS, NODE_RANK, LOCAL_RANK)
+_OF_OPTIONS = {one.variable: one for one in table(JobSettings).values() if one.variable}
+NAMES = (*_OF_CLUSTERS, *_OF_OPTIONS, RESTARTS, UNCOUNTED_RESTARTS)
 
 _MAX = 2**31 - 1
 _COUNTS_OF_RESTARTS = (RESTARTS, UNCOUNTED_RESTARTS, "SLURM_RESTART_COUNT")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobSettings(JobOptions):
-    """Settings of a job from its ``TFDIST_*`` variables: options, number of ps, and ports.
-
-    Attributes:
-      ps: Number of ps, which are the last tasks (default: 1 under ps, else 0).
-      ports: Ports that tasks may use (default: any).
-    """
-
-    ps: int | None = None
-    ports: range | None = None
-
-    def options(self) -> JobOptions:
-        """Return only the options of TF_CONFIG."""
-        names = (field.name for field in dataclasses.fields(JobOptions))
-        return JobOptions(**{name: getattr(self, name) for name in names})
 
 
 def restarts(environ: Mapping[str, str]) -> int:
@@ -80,25 +49,32 @@ def restarts(environ: Mapping[str, str]) -> int:
 def from_environ(environ: Mapping[str, str]) -> JobSettings:
     """Return the settings in `environ`. Raise `UsageError` with the name of a wrong variable."""
     _refuse_misspelt(environ)
-    strategy = text(environ, STRATEGY) or "auto"
-    require_one_of(STRATEGY, strategy, STRATEGIES, code="ENV001")
-    ports = text(environ, PORTS)
-    stages = integer(environ, STAGES, least=1)
-    if stages is not None and strategy != "pipeline":
-        raise _wrong(STAGES, f"{stages}", "none without stages", f"set {STRATEGY}=pipeline")
-    return JobSettings(
-        strategy=strategy,
-        ps=integer(environ, PS, least=0),
-        evaluator=bool(integer(environ, EVALUATOR, most=1)),
-        ports=parse_ports(ports, where=PORTS) if ports else None,
-        attempt=1 + restarts(environ),
-        run_dir=text(environ, RUN_DIR) or None,
-        startup_timeout_s=_seconds(environ, STARTUP_TIMEOUT_S),
-        devices_per_worker=integer(environ, DEVICES_PER_WORKER, least=1),
-        min_workers=integer(environ, MIN_WORKERS, least=1),
-        split_bytes=integer(environ, SPLIT_BYTES, least=1),
-        stages=stages,
-    )
+    given = {
+        one.name: _value(one, text(environ, name))
+        for name, one in _OF_OPTIONS.items()
+        if text(environ, name)
+    }
+    settings = JobSettings(**given, attempt=1 + restarts(environ))
+    if settings.stages is not None and settings.strategy != "pipeline":
+        problem = f"stages need the strategy pipeline, but the strategy is {settings.strategy}"
+        raise UsageError(STAGES, problem, fix=f"set {STRATEGY}=pipeline", code="ENV001")
+    ports_of(settings)
+    return settings
+
+
+def ports_of(settings: JobSettings) -> range | None:
+    """Return the ports that tasks may use, None for any. Raise UsageError if they are invalid."""
+    return None if settings.ports is None else parse_ports(settings.ports, where=PORTS)
+
+
+def _value(option: Option, value: str) -> Any:
+    """Return a variable's text as the option's type, unchanged if it is not valid."""
+    if option.type == "bool":
+        return {"0": False, "1": True}.get(value, value)
+    try:
+        return {"int": int, "float": float}.get(option.type, str)(value)
+    except ValueError:
+        return value
 
 
 def legacy_keras(environ: Mapping[str, str]) -> str:
@@ -130,19 +106,6 @@ def integer(
     if name in NAMES:
         raise _wrong(name, value, expected, "correct it, or unset it")
     raise contradiction(name, shown(value), expected, f"see who sets {name} in this job")
-
-
-def _seconds(environ: Mapping[str, str], name: str) -> float:
-    """Return a positive number of seconds (default: the startup timeout of `JobOptions`)."""
-    value = text(environ, name)
-    try:
-        seconds = float(value) if value else JobOptions().startup_timeout_s
-    except ValueError:
-        seconds = 0.0
-    if 0 < seconds <= 1e9:
-        return seconds
-    expected = "a positive number of seconds, at most 1e9"
-    raise _wrong(name, value, expected, "correct it, or unset it")
 
 
 def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MAX) -> int:

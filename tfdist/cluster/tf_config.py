@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tfdist.cluster.address import check_address, shown
-from tfdist.errors import UsageError, near, require_int, require_number, require_one_of
+from tfdist.errors import UsageError, near, require_int, require_one_of
+from tfdist.options import JobOptions, table
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 Kind = Literal["single", "multiworker", "ps"]
@@ -214,80 +215,6 @@ def _check_not_empty(cluster: ClusterSpec, addresses: Mapping[str, object]) -> N
         )
 
 
-STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps", "pipeline")
-
-_COUNTS = ("devices_per_worker", "threads_per_task", "min_workers", "split_bytes", "stages")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobOptions:
-    """Settings shared by all tasks of a job. The constructor checks them."""
-
-    strategy: str = "auto"
-    """Strategy, one of `STRATEGIES` (default: ``auto``, from the cluster and the devices)."""
-    devices_per_worker: int | None = None
-    """Number of devices that compute gradients in each task (default: the strategy's choice)."""
-    startup_timeout_s: float = 60.0
-    """Seconds that a task waits for other tasks before it raises StartupTimeout (default: 60)."""
-    min_workers: int | None = None
-    """Number of workers that a ps job needs to start after the timeout (default: all)."""
-    run_dir: str | None = None
-    """Run directory, to which the job writes its files (default: None, no files)."""
-    attempt: int = 1
-    """Number of this start of the job, from 1."""
-    threads_per_task: int | None = None
-    """Number of CPU threads of each task (default: the strategy's choice)."""
-    evaluator: bool = False
-    """True if the job has an evaluator, a task that evaluates the checkpoints."""
-    split_bytes: int | None = None
-    """Size in bytes above which a trainable variable is split over the ps (default: no split)."""
-    stages: int | None = None
-    """Number of stages of each pipeline (default: all tasks form one pipeline)."""
-    terminal: bool = False
-    """True if the task's output is shown on a terminal, which allows rewriting a line."""
-
-    def __post_init__(self) -> None:
-        require_one_of("tfdist.strategy", self.strategy, STRATEGIES, code="TFC019")
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        counts = {name: count for name, count in counts.items() if count is not None}
-        for name, count in {**counts, "attempt": self.attempt}.items():
-            fix = "give a whole number, without quotes"
-            require_int(f"tfdist.{name}", count, least=1, fix=fix, code="TFC019")
-        seconds = require_number(
-            "tfdist.startup_timeout_s",
-            self.startup_timeout_s,
-            above=0,
-            unit="seconds",
-            fix="give a number such as 60, without quotes",
-            code="TFC019",
-        )
-        object.__setattr__(self, "startup_timeout_s", seconds)
-        is_path = isinstance(self.run_dir, str) and bool(self.run_dir.strip())
-        kinds = {"run_dir": (self.run_dir is None or is_path, "the path of a directory or null")}
-        for name in ("evaluator", "terminal"):
-            kinds[name] = (isinstance(getattr(self, name), bool), "true or false")
-        for name, (is_right, kind) in kinds.items():
-            if not is_right:
-                raise UsageError(
-                    f"tfdist.{name}",
-                    f"{shown(getattr(self, name))} is not {kind}",
-                    fix=f"write {kind}",
-                    code="TFC019",
-                )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object]) -> JobOptions:
-        """Return the options of ``{name: value}``. Raise `UsageError` for an unknown name."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in values:
-            require_one_of("tfdist", name, names, code="TFC018")
-        return cls(**values)  # type: ignore[arg-type]  # checked in __post_init__
-
-    def as_dict(self) -> dict[str, str | int | float | None]:
-        """Return ``{name: value}`` of every option."""
-        return dataclasses.asdict(self)
-
-
 VARIABLE = "TF_CONFIG"
 
 
@@ -324,7 +251,7 @@ def encode(config: TaskConfig) -> str:
         {
             "cluster": config.cluster.as_dict(),
             "task": {"type": config.task.type, "index": config.task.index},
-            "tfdist": config.options.as_dict(),
+            "tfdist": dataclasses.asdict(config.options),
         }
     )
 
@@ -357,8 +284,14 @@ def decode(text: str | bytes) -> TaskConfig:
         type_ = _present(place, "type", where="task", example='"worker"')
         index = _present(place, "index", where="task", example="0")
         task = Task(type_, index)  # type: ignore[arg-type]  # it checks them
-        options = JobOptions.from_dict(_object(fields.get("tfdist", {}), "tfdist"))
+        options = _options(_object(fields.get("tfdist", {}), "tfdist"))
         return TaskConfig(cluster=cluster, task=task, options=options)
+
+
+def _options(values: Mapping[str, object]) -> JobOptions:
+    for name in values:
+        require_one_of("tfdist", name, table(JobOptions), code="TFC018")
+    return JobOptions(**values)  # type: ignore[arg-type]  # it checks them
 
 
 def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
-import runpy
+import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tfdist.argument_parser import Parser
-from tfdist.configs import FIELDS, check, flat, unknown
+from tfdist.configs import FIELDS, check, unknown
 from tfdist.errors import UsageError, near
-
-if TYPE_CHECKING:
-    from ml_collections import ConfigDict
+from tfdist.options import (
+    TrainFields,
+    TrainFlags,
+    asks_for_help,
+    flags_of,
+    no_flag,
+    read,
+    shown,
+    underscored,
+)
 
 _DEFAULT_FILE = str(Path(__file__).with_name("digits.py"))
+_USAGE = """usage: python -m tfdist.train [--config=FILE] [--config.FIELD=VALUE ...] [--overwrite]
+
+Trains what FILE describes (default: a CNN on the digits). Under several tasks:
+
+  python -m tfdist.launch --strategy ps --workers 4 --ps 1 -m tfdist.train --config=FILE"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainCommand:
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand(TrainFlags):
     """Parsed command line of `tfdist.train`."""
 
-    config: Any
-    overwrite: bool = False
-    help: bool = False
+    config: Any = None
+    """Checked configuration, or None if the command line asks for the help text."""
+    verbosity: int | None = None
+    """absl's level: -1 shows warnings, 1 debug messages (default: 0, which shows the progress)."""
 
 
 def parse(arguments: Sequence[str]) -> TrainCommand:
@@ -37,135 +48,95 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     Raises UsageError for an unknown flag or field, a value of the wrong type or out of range, and
     a config file that fails.
     """
-    names = {field.name: field.optional_type or type(field.default) for field in FIELDS}
-    optional = {field.name for field in FIELDS if field.optional_type}
-    for argument in arguments:
-        match = re.match(r"--config\.([^=]*)", argument)
-        if match and match[1] not in names:
-            raise unknown(match[1])
-    values = vars(_parser().parse_args(arguments))
-    config = load(values["config"][-1])
-    known = flat(config)
-    for name, type_ in names.items():
-        if texts := values[f"config.{name}"]:
-            is_none = name in optional and texts[-1] in ("null", "None")
-            value = None if is_none else _read(f"--config.{name}", texts[-1], type_)
-            group, _, short = name.rpartition(".")
-            if name in known:
-                (config[group] if group else config)[short] = value
-    if not values["help"]:
-        check(config)
-    overwrite = _read("--overwrite", values["overwrite"], bool)
-    return TrainCommand(config=config, overwrite=overwrite, help=values["help"])
+    if asks_for_help(arguments):
+        return TrainCommand()
+    from absl import flags, logging
+    from ml_collections import ConfigDict, config_flags
 
-
-def help_text() -> str:
-    """Return the text of --help."""
-    return _parser().format_help()
-
-
-def _parser() -> Parser:
-    """Return the parser, which keeps values as texts. The last value of a repeated field wins."""
-    parser = Parser(
-        prog="python -m tfdist.train",
-        usage="python -m tfdist.train [--config=FILE] [--config.FIELD=VALUE ...] [--overwrite]",
-        description="Trains what FILE describes (default: a CNN on the digits). Under several "
-        "tasks: python -m tfdist.launch --strategy ps --workers 4 --ps 1 -m tfdist.train "
-        "--config=FILE",
-        add_help=False,
-    )
-    add = parser.add_argument
-    add("--help", "-h", action="store_true", help="show this")
-    add("--config", action="append", default=[_DEFAULT_FILE], metavar="FILE", help="a config file")
-    overwrite = "move an earlier run in the run directory aside, into old-1, old-2, ..."
-    add("--overwrite", nargs="?", const="true", default="false", metavar="true", help=overwrite)
-    add = parser.add_argument_group("fields, with their defaults").add_argument
-    for field in FIELDS:
-        choices = f"; one of {', '.join(field.choices)}" if field.choices else ""
-        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.default is False else {}
-        add(
-            f"--config.{field.name}",
-            action="append",
-            default=[],
-            metavar=repr(field.default),
-            help=(field.help + choices).replace("%", "%%"),
-            **switch,
-        )
-    return parser
-
-
-def _numbers(text: str) -> tuple[Any, ...]:
-    value = ast.literal_eval(text)
-    values = value if isinstance(value, tuple) else (value,)
-    if not all(isinstance(number, (int, float)) for number in values):
-        raise ValueError(text)
-    return values
-
-
-def _switch(text: str) -> bool:
-    return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-
-
-_READERS: Mapping[type, tuple[Callable[[str], Any], str]] = {
-    str: (str, "a text"),
-    int: (int, "a whole number"),
-    float: (float, "a number"),
-    bool: (_switch, "true or false"),
-    tuple: (_numbers, "numbers, as in (0.5,) or 3,5"),
-}
-"""Function that reads the text of a flag, and the expected value in words, by the field's type."""
-
-
-def _read(flag: str, text: str, type_: type) -> Any:
-    read, expected = _READERS[type_]
+    made = flags_of(TrainFlags)
+    for flag in flags.FLAGS.get_flags_for_module(logging.__name__):
+        made[flag.name] = flag  # such as --verbosity
+    words = [underscored(word, made) if word.startswith("--") else word for word in arguments]
+    _check_names(words)
+    nulls = [word for word in words if re.fullmatch(r"--config\.[\w.]+=(null|None)", word)]
+    words = [word for word in words if word not in nulls]
+    path = _config_file(words)
+    sys.modules.pop("config_config", None)  # config_flags would run a file in an earlier namespace
     try:
-        return read(text)
-    except (ValueError, KeyError, SyntaxError):
-        fix = "see --help for the fields and their defaults"
-        raise UsageError(
-            flag, received=repr(text), expected=expected, fix=fix, code="CFG004"
-        ) from None
-
-
-def load(path: str) -> ConfigDict:
-    """Run a config file and return its configuration, or raise UsageError if it fails."""
-    from ml_collections import ConfigDict
-
-    if not os.path.isfile(path):  # also if the directory is not accessible
-        near_by = [str(file) for file in Path(path).parent.glob("*.py")]
-        raise UsageError(
-            "--config",
-            received=f"{path!r}, which is no file{near(path, near_by)}",
-            expected="the path of a config file",
-            fix="check the path; configs/ has examples",
-            code="missing-file",
-        )
-    try:
-        config = runpy.run_path(path)["get_config"]()
+        config_flags.DEFINE_config_file("config", path, flag_values=made, sys_argv=words)
+        values, rest = read(made, words)
     except Exception as error:
-        raise broken_file(path, error) from error
+        raise _refusal(path.partition(":")[0], error) from error
+    if rest:
+        raise no_flag(rest[0])
+    config = made["config"].value
     if not isinstance(config, ConfigDict):
-        raise UsageError(
-            path,
-            received=f"a {type(config).__name__} from get_config()",
-            expected="a ConfigDict",
-            fix="start from tfdist.configs.base() and return it",
-            code="CFG008",
-        )
-    return config
+        problem = f"get_config() returns a {type(config).__name__} instead of a ConfigDict"
+        fix = "start from tfdist.configs.base() and return it"
+        raise UsageError(path, problem, fix=fix, code="CFG008")
+    for word in nulls:
+        config[word.partition("=")[0].removeprefix("--config.")] = None
+    check(config)
+    given = {name: values[name] for name in ("overwrite", "verbosity") if name in values}
+    return TrainCommand(config=config, **given)
 
 
-def broken_file(path: str, error: Exception) -> UsageError:
-    """Return the error of a config file, with the line that failed."""
+def help_text(*, full: bool) -> str:
+    """Return the text of ``--help``, or of ``--helpfull``."""
+    return shown(_USAGE, flags_of(TrainFlags), flags_of(TrainFields, prefix="config."), full=full)
+
+
+def _check_names(words: Sequence[str]) -> None:
+    """Raise UsageError for an unknown field, and for a field without ``config.``."""
+    for word in words:
+        name = word.partition("=")[0].removeprefix("--")
+        field = name.removeprefix("no").removeprefix("config.")
+        if field != name.removeprefix("no") and field not in FIELDS:
+            raise unknown(field)
+        if name in FIELDS and name not in ("config", "overwrite"):
+            fix = f"write --config.{name}"
+            raise UsageError(
+                "command line", f"--{name} is no flag, but a field", fix=fix, code="unknown-flag"
+            )
+
+
+def _config_file(words: Sequence[str]) -> str:
+    """Return the last ``--config``. Raise UsageError if it is not a file."""
+    path = _DEFAULT_FILE
+    for position, word in enumerate(words):
+        name, equals, text = word.partition("=")
+        if name == "--config":
+            path = text if equals else "".join(words[position + 1 : position + 2])
+    file = path.partition(":")[0]
+    if file and not os.path.isfile(file):  # also if the directory is not accessible
+        near_by = [str(other) for other in Path(file).parent.glob("*.py")]
+        problem = f"{file!r} is not a file{near(file, near_by)}"
+        fix = "check the path; configs/ has examples"
+        raise UsageError("--config", problem, fix=fix, code="missing-file")
+    return path
+
+
+def _refusal(path: str, error: BaseException) -> UsageError:
+    """Return the error of a config file, or of a flag if `error` is not from the file."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if _line(path, cause):
+            return broken_file(path, cause)
+        cause = cause.__context__
+    return error if isinstance(error, UsageError) else broken_file(path, error)
+
+
+def _line(path: str, error: BaseException) -> int | None:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
-    number = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
+    return getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
+
+
+def broken_file(path: str, error: BaseException) -> UsageError:
+    """Return the error of a config file, with the line that failed."""
+    number = _line(path, error)
     where = f"{path}, line {number}" if number else path
     if missing := re.search(r'Key "([^"]*)" does not exist', str(error)):
         return unknown(missing[1], where=where)
-    return UsageError(
-        where,
-        received=f"{type(error).__name__}: {' '.join(str(error).split())}",
-        expected="a config file that defines get_config()",
-        fix="correct the config file; configs/ has examples",
-        code="CFG001",
-    )
+    problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    fix = "correct the config file; configs/ has examples"
+    return UsageError(where, problem, fix=fix, code="CFG001")

@@ -27,6 +27,7 @@ import psutil
 from tfdist.check import available_bytes
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_number
 from tfdist.launch.guardian import die_with
+from tfdist.options import CLUSTER
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.05
@@ -252,7 +253,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process without a cluster."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_CLUSTER)}
     kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    kept["TFDIST_CLUSTER"] = "none"
+    kept[CLUSTER] = "none"
     return kept
 
 

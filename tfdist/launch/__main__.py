@@ -42,9 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     from tfdist.launch.options import help_text, parse
 
-    options = parse(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    options = parse(words)
     if options is None:
-        print(help_text(), flush=True)
+        print(help_text(full="--helpfull" in words), flush=True)
         return 0
     from tfdist.launch.fork_server import FORK_SERVER  # slow: not for --help
     from tfdist.launch.job import run_job

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import shlex
@@ -20,8 +19,9 @@ from tfdist.files import is_held
 from tfdist.launch.events import STOP_CODES
 from tfdist.launch.live import LIVE_FILE
 from tfdist.launch.multihost.agreement import without_secrets
-from tfdist.launch.options import DEFAULT_MODULE, FLAGS, LaunchOptions, Program
+from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions, Program
 from tfdist.launch.run_dir import REPORT_FILE, RUNS, slurm_prefix
+from tfdist.options import LaunchFlags, names_of, table
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
 
 SPAWN = "tfdist.launch.spawn"
@@ -48,9 +48,8 @@ def command_of(options: LaunchOptions) -> dict[str, Any]:
 
 def _changed(options: LaunchOptions) -> dict[str, Any]:
     """Return the flags whose values are not the defaults."""
-    defaults = {field.name: field.default for field in dataclasses.fields(LaunchOptions)}
-    values = {flag.name: getattr(options, flag.name) for flag in FLAGS}
-    return {name: value for name, value in values.items() if value != defaults[name]}
+    values = {name: getattr(options, name) for name in names_of(LaunchFlags)}
+    return {n: value for n, value in values.items() if value != table(LaunchFlags)[n].default}
 
 
 def continued_run(options: LaunchOptions, environ: Mapping[str, str]) -> Path | None:

@@ -84,8 +84,9 @@ from tfdist.launch.run_dir import (
 from tfdist.launch.screen import shows_in_place, standard_screen
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
+from tfdist.options import CLUSTER, LAUNCHED, PORTS, RESTARTS, UNCOUNTED_RESTARTS
 
-_READ = (settings.CLUSTER, settings.PORTS, settings.RESTARTS, settings.UNCOUNTED_RESTARTS)
+_READ = (CLUSTER, PORTS, RESTARTS, UNCOUNTED_RESTARTS)
 _FILES_PER_TASK = 6  # port, pipe and log, and three more during the start
 _OTHER_FILES = 128
 
@@ -199,13 +200,13 @@ def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
     """
     if not environ.get(tf_config.VARIABLE, "").strip():
         return
-    if settings.text(environ, settings.CLUSTER) not in ("", "auto", "tf_config"):
+    if settings.text(environ, CLUSTER) not in ("", "auto", "tf_config"):
         return  # the user has named another source
     config = None
     with contextlib.suppress(UsageError):  # an ignored TF_CONFIG may be invalid
         config = tf_config.from_environ(environ)
     count = max(1, len(config.cluster.training_tasks())) + config.options.evaluator if config else 0
-    if config is not None and count > 1 and "TFDIST_JOB" not in environ:
+    if config is not None and count > 1 and LAUNCHED not in environ:
         command = f"python {'-m ' * program.is_module}{program.target}"
         raise UsageError(
             tf_config.VARIABLE,
@@ -235,10 +236,10 @@ def _working_directory() -> str:
 
 def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
     """Return the options, with the ports of TFDIST_PORTS if ``--ports`` is not set."""
-    ports = settings.text(environ, settings.PORTS)
+    ports = settings.text(environ, PORTS)
     if options.ports is not None or not ports:
         return options
-    return dataclasses.replace(options, ports=as_text(parse_ports(ports, where=settings.PORTS)))
+    return dataclasses.replace(options, ports=as_text(parse_ports(ports, where=PORTS)))
 
 
 def _stand_in_specs(job: JobDescription, group: Group) -> Sequence[ProcessSpec]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from tfdist.cluster import (
     ClusterSpec,
-    JobOptions,
     Task,
     TaskConfig,
     job_configs,
@@ -26,6 +25,7 @@ from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
 from tfdist.launch.multihost.agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
+from tfdist.options import PORTS, RESTARTS, JobOptions, part
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SPARE_THREADS = 2  # in addition to one thread per worker that may block
@@ -105,16 +105,13 @@ class JobDescription:
             UsageError: The job does not fit this machine, for example with too few GPUs.
         """
         options = self.options
-        job_options = JobOptions(
+        job_options = part(
+            JobOptions,
+            options,
             strategy=self.strategy,
-            devices_per_worker=options.devices_per_worker,
             min_workers=options.min_workers if self.strategy == "ps" else None,
-            evaluator=options.evaluator,
-            startup_timeout_s=options.startup_timeout_s,
             run_dir=attempt.run_dir,
             attempt=attempt.number,
-            threads_per_task=options.threads_per_task,
-            split_bytes=options.split_bytes,
             stages=(options.stages or options.workers) if self.strategy == "pipeline" else None,
             terminal=self.is_terminal,
         )
@@ -183,10 +180,10 @@ def _process(
     options, task, program = job.options, config.task, job.options.program
     forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
     if options.ports is not None:
-        forced[settings.PORTS] = options.ports
+        forced[PORTS] = options.ports
     if attempt.restarts:  # in addition to the scheduler's restarts
-        before = settings.integer(job.environ, settings.RESTARTS) or 0
-        forced[settings.RESTARTS] = f"{before + attempt.restarts}"
+        before = settings.integer(job.environ, RESTARTS) or 0
+        forced[RESTARTS] = f"{before + attempt.restarts}"
     if task in gpus:
         forced["CUDA_VISIBLE_DEVICES"] = gpus[task]
     if options.threads_per_task is not None:

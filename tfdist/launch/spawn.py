@@ -30,11 +30,11 @@ from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near
 from tfdist.launch.ending import SPAWN
 from tfdist.launch.events import exit_code_of
 from tfdist.launch.guardian import MARK, bound_command
-from tfdist.launch.options import FLAGS, parse
+from tfdist.launch.options import parse
 from tfdist.launch.run_dir import chosen_run_dir, earlier_attempts
+from tfdist.options import HostFlags, LaunchFlags, names_of, table
 
-_NOT_HERE = ("on", "hosts", "rsh", "env", "resume")
-_OPTIONS = tuple(flag.name for flag in FLAGS if flag.name not in _NOT_HERE)
+_OPTIONS = [name for name in names_of(LaunchFlags) if name not in (*table(HostFlags), "resume")]
 _READ_BYTES = 1 << 16
 _FUNCTION, _ANSWERS = "function", "answers"
 _LINES_KEPT = 20

@@ -25,6 +25,7 @@ from tfdist.cluster import (
 )
 from tfdist.cluster.local_only import restricting_server
 from tfdist.errors import TfdistError, UsageError, require, require_one_of
+from tfdist.options import LAUNCHED
 from tfdist.strategy import devices, rendezvous, stages
 from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import KINDS, Job, current_job, remember
@@ -83,7 +84,7 @@ def make_strategy(
     if made is not None:
         return _same(made, kind, placement).strategy
     legacy = settings.legacy_keras(os.environ)
-    if legacy and settings.LAUNCHED not in os.environ:  # otherwise the launcher has logged it
+    if legacy and LAUNCHED not in os.environ:  # otherwise the launcher has logged it
         _LOG.warning("%s", legacy)
     devices.require_unused_runtime()
     options = _options(
@@ -239,7 +240,7 @@ def _in_ring(job: Job) -> Job:
         names,
         total=functools.partial(_sum_untraced, job.strategy),
         timeout_s=_NEIGHBOURS_S,
-        ports=settings.from_environ(os.environ).ports,
+        ports=settings.ports_of(settings.from_environ(os.environ)),
     )
     if ends is None:
         if job.is_chief:
@@ -256,7 +257,7 @@ def _in_ring(job: Job) -> Job:
 def _in_stages(job: Job, pipeline: PipelineOptions, options: JobOptions) -> Job:
     """Return the same job, with its ring and the connections between neighbouring stages."""
     config, timeout_s = _needed(job.config, "pipeline"), options.startup_timeout_s
-    ports = settings.from_environ(os.environ).ports
+    ports = settings.ports_of(settings.from_environ(os.environ))
     with phases.entered("rendezvous"):
         place, ring = stages.join(config, pipeline, timeout_s=timeout_s, ports=ports)
     if job.has_evaluator and config.task == config.cluster.chief_task:

@@ -28,8 +28,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from tfdist.cluster.placement import DEFAULT_PORT
-from tfdist.cluster.settings import RESTARTS, UNCOUNTED_RESTARTS
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, require_packages
+from tfdist.options import HOSTS, PS, RESTARTS, UNCOUNTED_RESTARTS
 from tfdist.submit.request import JobRequest, pairs, wrong
 
 KINDS = ("job", "jobset", "trainjob")
@@ -69,7 +69,7 @@ def batch_script(request: JobRequest) -> str:
     cpus, memory_mib = request.flags.cpus, request.memory_mib
     variables = request.variables()
     if request.is_ps:
-        variables["TFDIST_PS"] = f"{request.num_ps}"
+        variables[PS] = f"{request.num_ps}"
     python, *program = request.command
     return _template("slurm.sbatch.j2").render(
         request=request,
@@ -165,9 +165,9 @@ def _variables(request: JobRequest, *, kind: str) -> dict[str, str]:
         else:
             roles = _roles(request)
             hosts = [f"{name}-{role.name}-0-{_numbers(role.count)}.{name}" for role in roles]
-        made["TFDIST_HOSTS"] = ",".join(hosts)
+        made[HOSTS] = ",".join(hosts)
     if request.is_ps:
-        made["TFDIST_PS"] = f"{request.num_ps}"
+        made[PS] = f"{request.num_ps}"
     return made
 
 

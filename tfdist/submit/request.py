@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tfdist.argument_parser import Parser
-from tfdist.cluster import settings
-from tfdist.cluster.settings import RUN_DIR, holds_a_secret, names_a_secret
+from tfdist.cluster.settings import holds_a_secret, names_a_secret
 from tfdist.errors import UsageError, require_int, require_one_of
 from tfdist.launch import options as launcher
 from tfdist.launch.options import LaunchOptions
+from tfdist.options import PS, RUN_DIR, STRATEGY, LaunchFlags, table
 
 SEVERAL = ("multiworker", "ps", "pipeline")
 """Strategies of jobs with several tasks."""
@@ -48,36 +48,8 @@ _ONLY = {
 }
 """Flags that only one scheduler has."""
 
-_LAUNCHER = {flag.name: flag for flag in launcher.FLAGS if flag.name != "env"}
-_SWITCHES = {name for name, flag in _LAUNCHER.items() if flag.read is None}
-
-# A scheduler starts tasks at different times, and replaces a lost node slowly.
-_DEFAULTS = {"startup_timeout_s": "300", "grace_s": "60", "max_restarts": "3"}
-_HELP = {
-    "devices_per_worker": "devices of each worker (all that it sees)",
-    "threads_per_task": "CPU threads of each task (--cpus)",
-    "startup_timeout_s": "how long the tasks wait for each other at the start (300)",
-    "grace_s": "how long before its end a task is told to save and stop (60)",
-    "max_restarts": "how often a job that failed is started again (3)",
-    "hang_timeout_s": "how long workers may run on when one has ended, under Slurm (300)",
-    "run_dir": "where the job writes (runs/NAME, in the first --volume)",
-    "ports": "the ports that tasks may have (any)",
-    "dry_run": "print what would be submitted",
-}
-NOT_HERE: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("start", "isolate", "restart_window_s", "metrics_port", "resume"),
-        "a flag that a scheduler has a use for",
-    ),
-    "independent": "a flag that a scheduler has a use for",
-    **dict.fromkeys(
-        ("hosts", "on", "rsh"),
-        "no hosts: the scheduler knows them, and each task finds itself",
-    ),
-}
-"""Flags of the launcher that are rejected here, and what is expected instead."""
-
-_SLURM_ALONE = {"hang_timeout_s": "--time: a pod that is done does not end the others"}
+_LAUNCHER = {name: one for name, one in table(LaunchFlags).items() if one.help and name != "env"}
+_SWITCHES = {name for name, one in _LAUNCHER.items() if one.type == "bool"}
 
 _SPARE_THREADS = 2  # besides a thread for each worker that may wait in an operation
 _VARIABLE = "[A-Za-z_][A-Za-z0-9_]*"
@@ -215,12 +187,12 @@ class JobRequest:
         """Return the environment of every task, except variables for only one scheduler."""
         made = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
         if self.strategy != "auto":
-            made["TFDIST_STRATEGY"] = self.strategy
+            made[STRATEGY] = self.strategy
         made[RUN_DIR] = self.run_dir
-        for flag, variable in settings.FLAGS.items():
-            value = getattr(self.launch, flag)
-            if variable != RUN_DIR and value not in (None, False):
-                made[variable] = _text(value)
+        for name, one in _LAUNCHER.items():
+            value = getattr(self.launch, name)
+            if one.variable not in ("", PS, STRATEGY, RUN_DIR) and value not in (None, False):
+                made[one.variable] = _text(value)
         threads = self.launch.threads_per_task or self.flags.cpus
         if threads:  # a container sees all CPUs of its node, not only its share
             made |= {"TF_NUM_INTRAOP_THREADS": f"{threads}", "OMP_NUM_THREADS": f"{threads}"}
@@ -330,9 +302,9 @@ def _parser() -> Parser:
     add("--account", metavar="NAME", help="whose hours")
     add("--qos", metavar="NAME", help="the quality of service")
     add = parser.add_argument_group("of python -m tfdist.launch").add_argument
-    for name, theirs in _LAUNCHER.items():
-        about = argparse.SUPPRESS if name in NOT_HERE else _HELP.get(name, theirs.help)
-        shown = theirs.shown or "true"
+    for name, one in _LAUNCHER.items():
+        about = argparse.SUPPRESS if one.submit is None else one.submit or one.help
+        shown = "|".join(one.choices) or ("true" if one.type == "bool" else "VALUE")
         add(f"--{name}", nargs="?", default=argparse.SUPPRESS, metavar=shown, help=about)
     return parser
 
@@ -341,12 +313,20 @@ def _launch_options(
     values: Mapping[str, str | None], program: Sequence[str], to: str
 ) -> LaunchOptions:
     """Return the launcher's options with defaults for clusters, checked by the launcher."""
-    refused = NOT_HERE if to == "slurm" else {**NOT_HERE, **_SLURM_ALONE}
-    for name, expected in refused.items():
-        if name in values:
-            raise wrong(name, "it", expected, f"leave --{name} out", "not-here")
-    given = {**_DEFAULTS, **values}
-    words = [f"--{name}" if text is None else f"--{name}={text}" for name, text in given.items()]
+    for name in values:
+        one = _LAUNCHER[name]
+        if one.submit is None or to not in one.schedulers:
+            raise UsageError(
+                f"--{name}",
+                f"--to {to} has no use for it",
+                fix=f"leave --{name} out",
+                code="not-here",
+            )
+    given = {name: one.submit_default for name, one in _LAUNCHER.items() if one.submit_default}
+    words = [
+        f"--{name}" if text is None else f"--{name}={text}"
+        for name, text in {**given, **values}.items()
+    ]
     options = launcher.parse([*words, *program])
     assert options is not None  # `parse` has handled --help
     return options

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
 from tfdist.launch.live import LIVE_FILE
+from tfdist.options import MEDIAN
 from tfdist.outputs.sweep_journal import RUNNING as BEGUN
 from tfdist.outputs.sweep_journal import TRIALS, Journal, Trial, fold
-from tfdist.tuning.options import MEDIAN
 from tfdist.tuning.trial_job import (
     Completed,
     Failed,

@@ -23,9 +23,10 @@ from tfdist.errors import (
     require,
 )
 from tfdist.launch.options import Program, imports_tensorflow
+from tfdist.options import NONE
 from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, SweepState, Trial, read
 from tfdist.tuning import sweep
-from tfdist.tuning.options import NONE, RunOptions, require_no_rule
+from tfdist.tuning.options import RunOptions, require_no_rule
 from tfdist.tuning.oracle import (
     PROJECT,
     Search,

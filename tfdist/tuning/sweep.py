@@ -247,7 +247,7 @@ def launch_flags(
             strategy = "multiworker"
     flags += ["--strategy", strategy]
     flags += ["--workers", str(options.workers)] if elsewhere is None else []
-    flags += ["--ps", str(options.ps)] if strategy == "ps" else []
+    flags += ["--ps", str(options.num_ps)] if strategy == "ps" else []
     flags += ["--devices_per_worker", str(devices)] if devices is not None else []
     if options.on == "ray":  # Ray assigns the CPUs of its nodes
         return flags

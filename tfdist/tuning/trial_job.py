@@ -31,6 +31,7 @@ from tfdist.errors import (
 from tfdist.files import is_held, one_line_errors
 from tfdist.launch.fork_server import FORK_SERVER, ForkTemplate
 from tfdist.launch.guardian import bound_command
+from tfdist.options import TRIAL
 from tfdist.outputs.run_directory import COUNTERS, DONE, RunDirectory, read_json
 
 logger = logging.getLogger(__name__)
@@ -111,8 +112,6 @@ def is_run_in(run_dir: Path) -> bool:
 
 # Assignment of a trial to the user's program: one environment variable that holds JSON.
 
-VARIABLE = "TFDIST_TRIAL"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
@@ -131,7 +130,7 @@ class Assignment:
 
     def encode(self) -> dict[str, str]:
         """Return the assignment as an environment variable."""
-        return {VARIABLE: json.dumps(asdict(self))}
+        return {TRIAL: json.dumps(asdict(self))}
 
     def belongs_to(self, sweep_dir: Path) -> bool:
         """Return whether the trial belongs to the sweep in this directory."""
@@ -140,7 +139,7 @@ class Assignment:
 
 def read_assignment(environ: Mapping[str, str]) -> Assignment | None:
     """Return the trial assigned to this process, or None if no sweep started the process."""
-    text = environ.get(VARIABLE)
+    text = environ.get(TRIAL)
     return Assignment(**json.loads(text)) if text else None
 
 

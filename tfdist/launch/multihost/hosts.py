@@ -18,13 +18,13 @@ from tfdist.cluster import ClusterSpec, Task, environment, placement, settings
 from tfdist.cluster.address import expand_hosts, is_loopback, join, parse_hosts, shown
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.ports import PortPool
-from tfdist.cluster.settings import JobSettings
 from tfdist.errors import UsageError, require
 from tfdist.launch.multihost import agreement, on_ray
 from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import JobDescription
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
+from tfdist.options import CLUSTER, JobSettings
 
 _ANY_PORT = 9  # no data is sent to it
 LAUNCHER = "launcher"
@@ -277,7 +277,7 @@ def slurm_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
     """Raise UsageError if srun has started this launcher in several tasks of a step."""
-    if settings.text(environ, settings.CLUSTER) not in ("", "auto", "slurm"):
+    if settings.text(environ, CLUSTER) not in ("", "auto", "slurm"):
         return
     count = environment.num_slurm_tasks(environ)
     require(
@@ -285,7 +285,7 @@ def _refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
         "srun",
         f"the step has {count} launchers, but one launcher starts the agents of all nodes",
         fix="write python -m tfdist.launch --on slurm without srun in the batch script, or set "
-        f"{settings.CLUSTER}=none for {count} separate jobs",
+        f"{CLUSTER}=none for {count} separate jobs",
         code="launchers-in-a-step",
     )
 

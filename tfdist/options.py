@@ -1,0 +1,615 @@
+"""Options of all programs. Each option is one field with its type, default, bounds and help.
+
+Flags, ``TFDIST_*`` variables, the ``tfdist`` section of TF_CONFIG, the fields of a configuration
+and the tables of the docs derive from these classes. The rooms add rules between options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tfdist.errors import UsageError, near
+
+if TYPE_CHECKING:
+    from absl import flags
+
+T = TypeVar("T")
+
+STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps", "pipeline")
+PLACES = ("local", "ssh", "slurm", "ray")
+TUNERS = ("random", "grid", "bayesian", "hyperband")
+OBJECTIVES = {"val_accuracy": "max", "val_loss": "min", "accuracy": "max", "loss": "min"}
+"""Metrics that a trial reports, and whether the maximum or the minimum is best."""
+NONE, MEDIAN = "none", "median"
+"""Rules that can stop a hopeless trial."""
+
+CLUSTER, HOSTS = "TFDIST_CLUSTER", "TFDIST_HOSTS"
+NODE_RANK, LOCAL_RANK = "TFDIST_NODE_RANK", "TFDIST_LOCAL_RANK"
+STRATEGY, PS, PORTS = "TFDIST_STRATEGY", "TFDIST_PS", "TFDIST_PORTS"
+EVALUATOR, RUN_DIR = "TFDIST_EVALUATOR", "TFDIST_RUN_DIR"
+STAGES = "TFDIST_STAGES"
+RESTARTS, UNCOUNTED_RESTARTS = "TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"
+"""Variables with a task's earlier starts. An indexed Job of Kubernetes has two such counts."""
+LAUNCHED = "TFDIST_JOB"
+"""Variable that tfdist's launcher sets in its tasks. Such a task reads only TF_CONFIG."""
+TRIAL = "TFDIST_TRIAL"
+"""Variable with the trial of a sweep that a process of the user's program runs, as JSON."""
+
+_MAX_TASKS = 10_000
+_MAX_SECONDS = 1e9
+_TYPES = {"int": Integral, "float": Real, "bool": bool, "str": str, "tuple": tuple, "Path": Path}
+_IN_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "tuple": "a list of numbers",
+    "Path": "a path",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """Name, type, default, bounds and help of one option."""
+
+    name: str = ""
+    type: str = ""
+    default: Any = None
+    help: str = ""
+    """Text of ``--help``. An option without it has no flag."""
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    strategies: tuple[str, ...] = ()
+    """Strategies that use the option (empty: all)."""
+    variable: str = ""
+    """``TFDIST_*`` variable that sets the option in a task of another launcher."""
+    repeated: bool = False
+    """True for a flag whose values are collected."""
+    submit: str | None = None
+    """Help of the same flag in ``tfdist submit``, which has no such flag if it is None."""
+    submit_default: str | None = None
+    schedulers: tuple[str, ...] = ("slurm", "kubernetes")
+    free: bool = False
+    """True for a configuration field that may differ between two starts of the same run."""
+
+    @property
+    def bounds(self) -> str:
+        """Return the bounds in words, "" without bounds."""
+        forms = {
+            "{:.12g} or more": self.least,
+            "more than {:.12g}": self.above,
+            "{:.12g} or less": self.most,
+            "less than {:.12g}": self.below,
+        }
+        return "; ".join(form.format(bound) for form, bound in forms.items() if bound is not None)
+
+    def fault(self, value: Any) -> str:
+        """Return the sentence that states the problem of a value, or "" for a valid value."""
+        if value is None and self.default is None:
+            return ""
+        shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:77]}..."
+        if self.choices and value not in self.choices:
+            return (
+                f"{shown} is not one of {', '.join(self.choices)}{near(str(value), self.choices)}"
+            )
+        is_bool = isinstance(value, bool)
+        if not isinstance(value, _TYPES[self.type]) or is_bool != (self.type == "bool"):
+            return f"{shown} is not {_IN_WORDS[self.type]}"
+        if self.default is None and isinstance(value, str) and not value.strip():
+            return "the value is empty"
+        if self.type not in ("int", "float") or value == self.default:
+            return ""
+        is_within = (
+            -math.inf < value < math.inf
+            and (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+        return "" if is_within else f"{shown} is out of range ({self.bounds or 'finite'})"
+
+
+def option(default: Any, help: str = "", **rules: Any) -> Any:
+    """Return a dataclass field for an option. `MISSING` as the default makes it required."""
+    return field(default=default, metadata={"option": Option(help=help, **rules)})
+
+
+@functools.cache
+def table(of: Any) -> Mapping[str, Option]:
+    """Return the options of a class by name. An option of a nested class is ``group.name``."""
+    found: dict[str, Option] = {}
+    for one in fields(of):
+        if dataclasses.is_dataclass(one.default):
+            for name, inner in table(type(one.default)).items():
+                full = f"{one.name}.{name}"
+                found[full] = dataclasses.replace(inner, name=full)
+        elif "option" in one.metadata:
+            kind = re.match(r"\w+", str(one.type))
+            found[one.name] = dataclasses.replace(
+                one.metadata["option"], name=one.name, type=kind and kind[0], default=one.default
+            )
+    return found
+
+
+def names_of(of: Any) -> list[str]:
+    """Return the names of the flags of a class."""
+    return [one.name for one in table(of).values() if one.help]
+
+
+def check(options: Any, where: str, *, code: str, fix: str = "correct it") -> None:
+    """Raise UsageError for the first invalid option. `where` is a format for an `Option`."""
+    for name, one in table(type(options)).items():
+        if fault := one.fault(getattr(options, name)):
+            raise UsageError(where.format(one), fault, fix=fix, code=code)
+
+
+def part(of: type[T], options: Any, **changes: Any) -> T:
+    """Return the options of class `of` with the values of `options`, except for `changes`."""
+    return of(**{one.name: getattr(options, one.name) for one in fields(of)} | changes)  # type: ignore[arg-type]
+
+
+# Options of the tasks of a job
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    strategy: str = option(
+        "auto",
+        "how the job is spread; auto decides by --ps, --stages, --workers and the devices",
+        choices=STRATEGIES,
+        variable=STRATEGY,
+        submit="",
+    )
+    devices_per_worker: int | None = option(
+        None,
+        "devices of each worker (default: its part of the GPUs; one under ps and pipeline; or one "
+        "CPU)",
+        least=1,
+        variable="TFDIST_DEVICES_PER_WORKER",
+        submit="devices of each worker (all that it sees)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions(_Shape):
+    """Settings shared by all tasks of a job, which are the ``tfdist`` section of TF_CONFIG."""
+
+    startup_timeout_s: float = option(
+        60.0,
+        "seconds that the tasks wait for each other at the start",
+        above=0,
+        most=_MAX_SECONDS,
+        variable="TFDIST_STARTUP_TIMEOUT_S",
+        submit="seconds that the tasks wait for each other at the start (300)",
+        submit_default="300",  # a scheduler starts tasks at different times
+    )
+    min_workers: int | None = option(
+        None,
+        "workers with which a ps job starts if the others do not connect (default: all)",
+        least=1,
+        strategies=("ps", "multiworker"),
+        variable="TFDIST_MIN_WORKERS",
+        submit="",
+    )
+    run_dir: str | None = option(
+        None,
+        "directory to which the job writes (default: runs/<time>-<random>)",
+        variable=RUN_DIR,
+        submit="directory to which the job writes (runs/NAME, in the first --volume)",
+    )
+    attempt: int = option(1, least=1)
+    """Number of this start of the job, from 1."""
+    threads_per_task: int | None = option(
+        None,
+        "CPU threads of each task (default: the CPUs divided among the tasks)",
+        least=1,
+        submit="CPU threads of each task (--cpus)",
+    )
+    evaluator: bool = option(
+        False,
+        "add a task outside the training that evaluates each checkpoint",
+        strategies=("multiworker", "ps", "pipeline"),
+        variable=EVALUATOR,
+        submit="",
+    )
+    split_bytes: int | None = option(
+        None,
+        "split trainable variables of more bytes over the parameter servers",
+        least=1,
+        strategies=("ps",),
+        variable="TFDIST_SPLIT_BYTES",
+        submit="",
+    )
+    stages: int | None = option(
+        None,
+        "stages of each pipeline, with one task for each",
+        least=1,
+        strategies=("pipeline",),
+        variable=STAGES,
+        submit="",
+    )
+    terminal: bool = option(False)
+    """True if the task's output is shown on a terminal, which allows rewriting a line."""
+
+    def __post_init__(self) -> None:
+        check(self, "tfdist.{0.name}", code="TFC019")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counts:
+    workers: int = option(1, "processes that compute", least=1, most=_MAX_TASKS, submit="")
+    ps: int | None = option(
+        None,
+        "parameter servers (default: 1 in a ps job)",
+        least=0,
+        most=_MAX_TASKS,
+        strategies=("ps",),
+        variable=PS,
+        submit="",
+    )
+
+    @property
+    def num_ps(self) -> int:
+        """Return the number of parameter servers in a ps job (default: 1)."""
+        return self.ps or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings(_Counts, JobOptions):
+    """Settings of a job from its ``TFDIST_*`` variables: options, number of ps, and ports."""
+
+    ports: str | None = option(
+        None,
+        "ports that the tasks may use on each host, as 20000-20100 (default: any)",
+        variable=PORTS,
+        submit="",
+    )
+
+    def __post_init__(self) -> None:
+        check(self, "{0.variable}", code="ENV001", fix="correct it, or unset it")
+
+
+# Flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFlags:
+    """Hosts of a job or of a sweep."""
+
+    hosts: str | None = option(
+        None, "hosts with the number of tasks (tune: of trials) on each, as a:2,b:2"
+    )
+    on: str | None = option(
+        None,
+        "starts the other hosts' agents as processes here, by ssh, by srun in a Slurm allocation, "
+        "or as actors of a Ray cluster (default: ssh with --hosts, else local)",
+        choices=PLACES,
+    )
+    rsh: str | None = option(
+        None, "command of --on ssh that runs a shell command on {host} (default: ssh {host})"
+    )
+    env: str | None = option(
+        None,
+        "NAME,NAME: variables for the other hosts, besides TF_, KERAS_, TFDIST_ and similar names",
+        repeated=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFlags(HostFlags, JobSettings):
+    """Flags of the launcher."""
+
+    grace_s: float = option(
+        10.0,
+        "seconds for a task to exit before the launcher kills it",
+        least=0,
+        most=_MAX_SECONDS,
+        submit="seconds between a task's stop signal and its end (60)",
+        submit_default="60",
+    )
+    max_restarts: int = option(
+        0,
+        "restarts of a failed job",
+        least=0,
+        most=1_000_000,
+        submit="restarts of a failed job (3)",
+        submit_default="3",  # a scheduler replaces a lost node slowly
+    )
+    restart_window_s: float = option(
+        3600.0, "seconds after which a restart does not count", above=0, most=_MAX_SECONDS
+    )
+    hang_timeout_s: float = option(
+        300.0,
+        "seconds after which a task counts as hanging, 2 or more; 0 disables the check",
+        least=0,
+        most=_MAX_SECONDS,
+        submit="seconds that workers may run after one has ended, under Slurm (300)",
+        schedulers=("slurm",),  # a pod that is done does not end the others
+    )
+    resume: bool = option(False, "continue the newest unfinished run of this command in runs/")
+    metrics_port: int | None = option(
+        None, "loopback port that serves metrics to Prometheus", least=1, most=65_535
+    )
+    start: str = option(
+        "auto",
+        "start a new Python for each task, or import TensorFlow once and fork",
+        choices=("auto", "exec", "fork"),
+    )
+    isolate: bool = option(
+        False, "run the job in a private network, whose ports other processes cannot reach"
+    )
+    independent: bool = option(
+        False, "let each task train its own model, in a program without make_strategy"
+    )
+    dry_run: bool = option(
+        False,
+        "print each task's command and TF_CONFIG, and start no task",
+        submit="print the script or the manifests, and submit nothing",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags:
+    """Flags of `tfdist.train`, besides its configuration."""
+
+    overwrite: bool = option(
+        False, "move an earlier run or sweep in the directory aside, into old-1, old-2, ..."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialFlags(TrainFlags, HostFlags, _Counts, _Shape):
+    """Flags for the jobs of a sweep's trials."""
+
+    sweep_dir: Path = option(  # noqa: RUF009
+        MISSING, "directory to which the sweep writes (default: runs/<config>-<tuner>)"
+    )
+    parallel_trials: int = option(1, "trials at once", least=1)
+    strategy: str = option(
+        "single", "strategy of every trial", choices=("single", "mirrored", "multiworker", "ps")
+    )
+    max_failed_trials: int | None = option(
+        None, "end the sweep at this number of failed trials (default: never)", least=1
+    )
+    trial_timeout_s: float = option(
+        math.inf, "seconds without progress after which a trial ends", above=0
+    )
+    early_stop: str = option(NONE, "rule that ends hopeless trials", choices=(NONE, MEDIAN))
+    retrain_best: bool = option(False, "train the best trial again and save its model")
+    backup_every_steps: int | None = option(None, least=1)
+    """Steps between saves of a `tfdist.tuning.search` trial. A config file has its own field."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFlags:
+    """Flags for the search of `tfdist.tune`."""
+
+    config: str = option(MISSING, "a config file with space(hp, config)")
+    tuner: str = option("random", "KerasTuner's algorithm", choices=TUNERS)
+    objective: str = option("val_accuracy", "metric of the best trial", choices=tuple(OBJECTIVES))
+    max_trials: int | None = option(
+        None, "trials of the search (default: 20 of random and bayesian, else all)", least=1
+    )
+    factor: int = option(3, "hyperband continues one in FACTOR trials", least=2)
+    seed: int | None = option(
+        None,
+        "seed of the search and of every trial (default: drawn)",
+        least=1,  # KerasTuner draws another one for 0
+    )
+    show: str | None = option(None, "print the sweep in this directory and exit")
+
+
+# Configuration of `tfdist.train`
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Augmentation:
+    """Augmentation and normalisation of images, drawn from (seed, pass, example)."""
+
+    random_crop_padding: int = option(
+        0, "pixels to pad each side with before a random crop to the old size", least=0
+    )
+    random_flip: bool = option(False, "left to right, half of the time")
+    mean: tuple[float, ...] = option((0.0,), "subtracted, per channel or one for all")
+    std: tuple[float, ...] = option((1.0,), "divided by, per channel or one for all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainFields:
+    """Fields of a configuration of `tfdist.train`."""
+
+    dataset: str = option(
+        "tfdist_digits", "TFDS name; tfdist_digits, scikit-learn's, needs no download"
+    )
+    data_dir: str = option("", "where TFDS keeps its data; '' for its own default", free=True)
+    train_split: str = option("train", "TFDS split, slices allowed: 'train[:90%]'")
+    validation_split: str = option("test", "TFDS split to validate on; '' for none")
+    model: str = option(
+        "cnn", "the network; see tfdist/app/recipe.py", choices=("dense", "cnn", "resnet20")
+    )
+    dropout: float = option(0.25, "share of units left out", least=0, below=1)
+    initial_weights: str = option(
+        "", "a .keras or .weights.h5 file or a checkpoint directory to start from"
+    )
+    total_examples: int = option(28800, "length of the run, in training examples", least=1)
+    checkpoints: int = option(
+        10, "virtual epochs: the run is validated, logged and saved this often", least=1
+    )
+    global_batch_size: int = option(
+        64, "examples of a step, over all replicas; under ps, of one worker's step", least=1
+    )
+    early_stopping_patience: int = option(
+        0, "stop after so many virtual epochs without a lower validation loss; 0 never", least=0
+    )
+    optimizer: str = option("adam", "optimizer", choices=("sgd", "adam", "adamw"))
+    learning_rate: float = option(0.001, "highest learning rate", above=0)
+    schedule: str = option(
+        "constant",
+        "learning rate over the run: to 0 along a cosine or a line, or not at all",
+        choices=("constant", "cosine", "linear"),
+    )
+    warmup_examples: int = option(
+        0, "examples over which the learning rate rises; not with `linear`", least=0
+    )
+    momentum: float = option(0.9, "of sgd, Nesterov's", least=0, below=1)
+    weight_decay: float = option(0.0, "apart from the gradient; 0 for none", least=0)
+    clip_norm: float = option(0.0, "highest norm of all gradients; 0 for any", least=0)
+    gradient_accumulation_steps: int = option(1, "steps whose gradients make one update", least=1)
+    precision: str = option(
+        "float32", "Keras dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16")
+    )
+    seed: int | None = option(
+        None,
+        "of weights, order, augmentation and dropout; drawn and written down if not given",
+        least=0,
+        below=2**32,
+    )
+    augmentation: _Augmentation = _Augmentation()
+    strategy: str = option("auto", "auto: the launcher's", choices=STRATEGIES, free=True)
+    devices_per_worker: int = option(0, "replicas in each task; 0 for all", least=0, free=True)
+    run_dir: str = option("", "where the run writes; '' for the launcher's, or runs/", free=True)
+    backup_every_steps: int = option(
+        0,
+        "save also every so many steps; 0 only at the end of each virtual epoch",
+        least=0,
+        free=True,
+    )
+    backup_every: str = option(
+        "steps",
+        "auto: save also at intervals chosen from what a save costs and how often runs fail",
+        choices=("steps", "auto"),
+        free=True,
+    )
+    save_model: bool = option(False, "save the trained model as model.keras", free=True)
+    publish: str = option(
+        "",
+        "directory of a server's models: the best checkpoints become versions as the run goes",
+        free=True,
+    )
+    keep_checkpoints: int = option(
+        2, "checkpoints kept, beside the best by val_loss", least=1, free=True
+    )
+    tracker: str = option(
+        "none",
+        "also log the run to MLflow or Weights & Biases",
+        choices=("none", "mlflow", "wandb"),
+        free=True,
+    )
+    max_staleness: int | None = option(
+        None,
+        "under ps: steps of others between a step's reading and its writing; null for any",
+        least=0,
+        free=True,
+    )
+    sharded_optimizer: bool = option(
+        False,
+        "under multiworker: each worker keeps the optimizer's state of its part alone",
+        free=True,
+    )
+    fused_kernels: bool = option(
+        False,
+        "normalization, GELU, attention by one kernel each, or a few, which rounds otherwise",
+        free=True,
+    )
+    overfit_batches: int = option(
+        0,
+        "train on the first so many batches only, to see that the model can learn; 0 all",
+        least=0,
+    )
+
+
+# Parsing, with absl.flags
+
+
+def flags_of(of: type, *, prefix: str = "") -> flags.FlagValues:
+    """Return the flags of a class. Each name begins with `prefix`."""
+    from absl import flags  # 30 ms
+
+    made = flags.FlagValues()
+    made.set_gnu_getopt(False)  # parsing stops at the first word that is not a flag
+    for one in table(of).values():
+        name = prefix + one.name
+        default = None if one.default is MISSING else one.default
+        if one.type in ("tuple", "Path"):
+            default = None if default is None else str(default)
+        if not one.help:
+            continue
+        flag: Any
+        if one.type == "bool":
+            flag = flags.BooleanFlag(name, default, one.help)
+        elif one.choices:
+            flag = flags.EnumFlag(name, default, one.help, one.choices)
+        elif one.repeated:
+            parser = flags.ArgumentParser[str]()
+            flag = flags.MultiFlag(parser, None, name=name, default=None, help_string=one.help)
+        else:
+            kinds = {"int": flags.IntegerParser, "float": flags.FloatParser}
+            lower = one.least if one.above is None else one.above
+            kind = kinds.get(one.type)
+            parser = kind(lower, one.most) if kind else flags.ArgumentParser()
+            flag = flags.Flag(parser, flags.ArgumentSerializer(), name, default, one.help)
+        made[name] = flag
+    return made
+
+
+def read(made: flags.FlagValues, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Parse `words` and return the values of the given flags, and the words behind the flags.
+
+    Raises:
+        UsageError: A flag is unknown or its value is invalid. The message has the name of an
+            unknown flag without its value, which may be a secret.
+    """
+    from absl import flags
+
+    try:
+        rest = made(["", *words])[1:]
+    except (flags.Error, ValueError) as error:
+        problem = " ".join(str(error).split()).removesuffix(" ?")
+        where, code = "command line", "command-line"
+        if found := re.fullmatch(r"flag (--[\w.]+)=(.*?): (.*)", problem):
+            reason = ": ".join(map(str, error.__context__.args)) if error.__context__ else found[3]
+            where, code = found[1], "bad-value"
+            problem = reason if found[2] in reason else f"{found[2]!r} is invalid: {reason}"
+        elif found := re.fullmatch(r"Missing value for flag (--[\w.]+)", problem):
+            where, code = found[1], "no-value"
+        elif isinstance(error, flags.UnrecognizedFlagError):
+            code = "unknown-flag"
+        raise UsageError(where, problem, fix="see --help", code=code) from None
+    return {name: made[name].value for name in made if made[name].present}, rest
+
+
+def no_flag(word: str) -> UsageError:
+    """Return the error for a word of a program that takes only flags."""
+    return UsageError("command line", f"{word!r} is no flag", fix="see --help", code="unknown-flag")
+
+
+def underscored(word: str, booleans: Collection[str] = ()) -> str:
+    """Return a flag with underscores in its name, for ``--dry-run``, ``--no-dry-run`` or ``-h``."""
+    name, equals, value = word.partition("=")
+    name = "help" if name == "-h" else name.lstrip("-").replace("-", "_")
+    if name.removeprefix("no_") in booleans:
+        name = name.replace("no_", "no", 1)
+    return f"--{name}{equals}{value}"
+
+
+def asks_for_help(words: Sequence[str]) -> bool:
+    """Return whether the flags ask for ``--help`` or ``--helpfull``."""
+    return not {"-h", "--help", "--helpfull"}.isdisjoint(words)
+
+
+def shown(usage: str, *parts: flags.FlagValues, full: bool = False) -> str:
+    """Return a program's usage and its flags, with ``--helpfull`` also the flags of absl."""
+    parsers = [part.get_help(include_special_flags=full) for part in parts]
+    ours = "--help: show the flags of this program (--helpfull: absl's too)"
+    return "\n\n".join([usage, *parsers, ours])
