@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 PROGRAMS = {
-    "demo": "train a CNN on the digits with 4 workers and 1 parameter server, here",
-    "launch": "start a job: its processes on this machine, or this host's of a job on several",
-    "train": "train an image classifier that a config file describes",
-    "tune": "search for hyperparameters; every trial is a job",
-    "export": "check a trained model and publish it as a version to serve",
-    "serve": "serve exported models by REST and gRPC, in replicas",
-    "submit": "give a job to Slurm or Kubernetes",
+    "demo": "train a CNN on the digits with 4 workers and 1 parameter server",
+    "launch": "start a job on this machine or on several hosts",
+    "train": "train an image classifier from a config file",
+    "tune": "search for hyperparameters, with a job for each trial",
+    "export": "export a trained model for model servers",
+    "serve": "serve exported models by REST and gRPC",
+    "submit": "submit a job to Slurm or Kubernetes",
     "check": "find mistakes in a job's settings, files and hosts before it starts",
-    "report": "write what a run or a sweep has left as one HTML file",
+    "report": "write a report of runs and sweeps as one HTML file",
     "top": "show the tasks of a job while it runs",
-    "env": "print what to paste into an issue: versions, machine, environment",
+    "env": "print versions, machine and environment for an issue",
 }
 
 
@@ -49,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if meant:
         error = UsageError(
             "tfdist",
-            received=f"{first!r}{meant}",
-            expected=f"a program ({', '.join(PROGRAMS)}), or a script or flags for the launcher",
-            fix="correct the name, or see tfdist --help",
+            f"{first!r} is not a program{meant}",
+            fix=f"use one of {', '.join(PROGRAMS)}, or pass a script or flags of launch",
         )
         print(error, file=sys.stderr)
         return error.exit_code
@@ -80,7 +79,7 @@ def _overview() -> str:
         "",
         *(f"  {name:<8} {about}" for name, about in PROGRAMS.items()),
         "",
-        "tfdist PROGRAM is python -m tfdist.PROGRAM; each has --help. tfdist --version tells it.",
+        "tfdist PROGRAM is python -m tfdist.PROGRAM. Each program has --help.",
     ]
     return "\n".join(lines)
 

@@ -111,7 +111,7 @@ def _check_cluster(config: TaskConfig) -> Findings:
     hosts = [host for host, _ in _addresses(config)]
     local = [host for host in hosts if is_loopback(host) or host in ("0.0.0.0", "[::]")]
     if local and len(local) < len(hosts):
-        problem = f"{local[0]} stands among other hosts, which would connect to themselves"
+        problem = f"{local[0]} is a loopback address, so other hosts would connect to themselves"
         yield Finding(subject="TF_CONFIG", problem=problem, fix="write the name of the machine")
     fewest = config.options.min_workers
     if fewest is not None and fewest > len(config.cluster.worker):
@@ -137,7 +137,7 @@ def check_file(name: str) -> Findings:
         yield from check_command(["tfdist", "train", f"--config={name}"], subject=name)
         return
     if path.suffix not in (".json", ".env"):
-        fix = "name TF_CONFIG as .json, a config file as .py, the output of env as .env"
+        fix = "use .json for TF_CONFIG, .py for a config file, and .env for the output of env"
         yield Finding(subject=name, problem="the kind of this file is unknown", fix=fix)
         return
     with reading_file("command line", repr(name), expected="a text file"):
@@ -166,8 +166,8 @@ def check_command(words: Sequence[str], *, subject: str = "command") -> Findings
                 return
             program, arguments = "train", list(options.program.args)
         if program != "train":
-            fix = "write a command of tfdist.launch or tfdist.train behind --"
-            yield Finding(subject=subject, problem=f"{shlex.join(words)} is neither", fix=fix)
+            problem = f"{shlex.join(words)} is no command of tfdist.launch or tfdist.train"
+            yield Finding(subject=subject, problem=problem, fix="write such a command after --")
             return
         with contextlib.redirect_stdout(io.StringIO()):  # discard the output of the config file
             parse_train(arguments)
@@ -238,7 +238,7 @@ def _check_names(config: TaskConfig) -> Findings:
             socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
         except OSError as error:
             problem = f"{host} does not resolve ({error.strerror or error})"
-            fix = f"enter {host} in DNS or in /etc/hosts of {socket.gethostname()}"
+            fix = f"add {host} to DNS or to /etc/hosts of {socket.gethostname()}"
             yield Finding(subject="names", problem=problem, fix=fix)
 
 
@@ -254,7 +254,7 @@ def _check_ports(config: TaskConfig) -> Findings:
 def _check_machine(machine: Machine) -> Findings:
     free = available_bytes()
     if free < _TASK_BYTES:
-        problem = f"{free >> 20} MiB of memory are free; a task needs about 1024 MiB"
+        problem = f"{free >> 20} MiB of memory are free, but a task needs about 1024 MiB"
         fix = "stop other processes, or ask the scheduler for more memory"
         yield Finding(subject="memory", problem=problem, fix=fix, is_error=False)
     state = os.statvfs("/dev/shm") if machine.gpus and os.path.isdir("/dev/shm") else None
@@ -372,7 +372,7 @@ def _answers(
                 continue
             if answers:
                 problem, _, fix = answers[0]["refused"].partition(". Fix: ")
-            fix = fix or "see that its remote shell needs no password"
+            fix = fix or "set up a remote shell that needs no password"
             yield host, Finding(subject="host", problem=problem, fix=fix, host=host)
 
 
@@ -411,7 +411,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="python -m tfdist.check",
         description="Find mistakes in a job's settings, files, command line and hosts.",
-        epilog="Write a command of tfdist.launch or tfdist.train behind -- to check it. "
+        epilog="Write a command of tfdist.launch or tfdist.train after -- to check it. "
         "Config files run. Exit code: 0 no findings, 1 warnings, 2 errors.",
     )
     add = parser.add_argument

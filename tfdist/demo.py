@@ -16,8 +16,8 @@ _SHAPE = {"strategy": "ps", "workers": "4", "ps": "1"}
 _HELP = """usage: tfdist demo [flags of tfdist launch] [flags of tfdist train]
        python -m tfdist.demo
 
-Trains a CNN on scikit-learn's digits: --strategy ps --workers 4 --ps 1 on the CPUs of this machine,
-in about a minute. With --strategy the shape of the job is yours:
+Train a CNN on scikit-learn's digits: --strategy ps --workers 4 --ps 1 on the CPUs of this machine,
+in about a minute. To change the job, pass --strategy:
 
   tfdist demo --strategy multiworker --workers 2
   tfdist demo --config.total_examples=2000"""

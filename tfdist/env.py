@@ -72,8 +72,8 @@ def report(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 def _parser() -> Parser:
     return Parser(
         prog="python -m tfdist.env",
-        description="Prints what to paste into an issue: versions, the machine, and the "
-        "environment variables that matter, without secrets.",
+        description="Print versions, the machine and environment variables for an issue, "
+        "without secrets.",
     )
 
 

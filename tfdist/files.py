@@ -82,9 +82,7 @@ def require_private(file: IO[bytes], *, where: str) -> None:
     if status.st_mode & (0o077 if is_own else 0o037):
         raise UsageError(
             where,
-            received=f"{file.name}, which other users can read "
-            f"(mode {stat.S_IMODE(status.st_mode):04o})",
-            expected="a file that only its owner can read",
+            f"other users can read {file.name} (mode {stat.S_IMODE(status.st_mode):04o})",
             fix=f"run chmod 600 {file.name} (in a Kubernetes Secret, set defaultMode: 0400)",
             code="readable-by-others",
         )
@@ -228,7 +226,7 @@ def _sign(descriptor: int) -> os.stat_result:
     """
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-        raise OSError(errno.EMLINK, "the lock's file is a link or no regular file")
+        raise OSError(errno.EMLINK, "the lock file is a link or not a regular file")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
     return found

@@ -33,9 +33,9 @@ def make_server(
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
-                self._answer(403, "not this machine's name")
+                self._answer(403, "the Host header is not a name of this machine")
             elif self.path.partition("?")[0] != path:
-                self._answer(404, f"the address is {path}")
+                self._answer(404, f"not found, use {path}")
             else:
                 try:
                     with turn:

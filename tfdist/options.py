@@ -166,7 +166,7 @@ def part(of: type[T], options: Any, **changes: Any) -> T:
 class _Shape:
     strategy: str = option(
         "auto",
-        "how the job is spread; auto decides by --ps, --stages, --workers and the devices",
+        "kind of the job; auto decides by --ps, --stages, --workers and the devices",
         choices=STRATEGIES,
         variable=STRATEGY,
         submit="",
@@ -335,7 +335,7 @@ class LaunchFlags(HostFlags, JobSettings):
         "seconds after which a task counts as hanging, 2 or more; 0 disables the check",
         least=0,
         most=_MAX_SECONDS,
-        submit="seconds that workers may run after one has ended, under Slurm (300)",
+        submit="seconds that workers may run after one has exited, under Slurm (300)",
         schedulers=("slurm",),  # a pod that is done does not end the others
     )
     resume: bool = option(False, "continue the newest unfinished run of this command in runs/")
@@ -396,7 +396,7 @@ class TrialFlags(TrainFlags, HostFlags, _Counts, _Shape):
 class SweepFlags:
     """Flags for the search of `tfdist.tune`."""
 
-    config: str = option(MISSING, "a config file with space(hp, config)")
+    config: str = option(MISSING, "config file with space(hp, config)")
     tuner: str = option("random", "KerasTuner's algorithm", choices=TUNERS)
     objective: str = option("val_accuracy", "metric of the best trial", choices=tuple(OBJECTIVES))
     max_trials: int | None = option(
@@ -419,11 +419,11 @@ class _Augmentation:
     """Augmentation and normalisation of images, drawn from (seed, pass, example)."""
 
     random_crop_padding: int = option(
-        0, "pixels to pad each side with before a random crop to the old size", least=0
+        0, "pixels of padding on each side before a random crop to the old size", least=0
     )
-    random_flip: bool = option(False, "left to right, half of the time")
-    mean: tuple[float, ...] = option((0.0,), "subtracted, per channel or one for all")
-    std: tuple[float, ...] = option((1.0,), "divided by, per channel or one for all")
+    random_flip: bool = option(False, "flip images from left to right, with probability 0.5")
+    mean: tuple[float, ...] = option((0.0,), "value to subtract, per channel or one for all")
+    std: tuple[float, ...] = option((1.0,), "value to divide by, per channel or one for all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,75 +431,75 @@ class TrainFields:
     """Fields of a configuration of `tfdist.train`."""
 
     dataset: str = option(
-        "tfdist_digits", "TFDS name; tfdist_digits, scikit-learn's, needs no download"
+        "tfdist_digits", "TFDS name; tfdist_digits, of scikit-learn, needs no download"
     )
-    data_dir: str = option("", "where TFDS keeps its data; '' for its own default", free=True)
-    train_split: str = option("train", "TFDS split, slices allowed: 'train[:90%]'")
-    validation_split: str = option("test", "TFDS split to validate on; '' for none")
+    data_dir: str = option("", "directory of the TFDS data; '' for the default of TFDS", free=True)
+    train_split: str = option("train", "TFDS split, also with slices: 'train[:90%]'")
+    validation_split: str = option("test", "TFDS split for the validation; '' for none")
     model: str = option(
-        "cnn", "the network; see tfdist/app/recipe.py", choices=("dense", "cnn", "resnet20")
+        "cnn", "network; see tfdist/app/recipe.py", choices=("dense", "cnn", "resnet20")
     )
-    dropout: float = option(0.25, "share of units left out", least=0, below=1)
+    dropout: float = option(0.25, "fraction of units to drop", least=0, below=1)
     initial_weights: str = option(
-        "", "a .keras or .weights.h5 file or a checkpoint directory to start from"
+        "", ".keras or .weights.h5 file, or checkpoint directory, to start from"
     )
-    total_examples: int = option(28800, "length of the run, in training examples", least=1)
+    total_examples: int = option(28800, "length of the run in training examples", least=1)
     checkpoints: int = option(
-        10, "virtual epochs: the run is validated, logged and saved this often", least=1
+        10, "number of virtual epochs, each with a validation, a log line and a save", least=1
     )
     global_batch_size: int = option(
-        64, "examples of a step, over all replicas; under ps, of one worker's step", least=1
+        64, "examples per step over all replicas; under ps, per step of a worker", least=1
     )
     early_stopping_patience: int = option(
-        0, "stop after so many virtual epochs without a lower validation loss; 0 never", least=0
+        0, "virtual epochs without a lower validation loss before the run stops; 0 never", least=0
     )
     optimizer: str = option("adam", "optimizer", choices=("sgd", "adam", "adamw"))
-    learning_rate: float = option(0.001, "highest learning rate", above=0)
+    learning_rate: float = option(0.001, "maximum learning rate", above=0)
     schedule: str = option(
         "constant",
-        "learning rate over the run: to 0 along a cosine or a line, or not at all",
+        "learning rate over the run: constant, or to 0 along a cosine or a line",
         choices=("constant", "cosine", "linear"),
     )
     warmup_examples: int = option(
         0, "examples over which the learning rate rises; not with `linear`", least=0
     )
-    momentum: float = option(0.9, "of sgd, Nesterov's", least=0, below=1)
-    weight_decay: float = option(0.0, "apart from the gradient; 0 for none", least=0)
-    clip_norm: float = option(0.0, "highest norm of all gradients; 0 for any", least=0)
-    gradient_accumulation_steps: int = option(1, "steps whose gradients make one update", least=1)
+    momentum: float = option(0.9, "Nesterov momentum of sgd", least=0, below=1)
+    weight_decay: float = option(0.0, "decoupled weight decay; 0 for none", least=0)
+    clip_norm: float = option(0.0, "maximum norm of all gradients; 0 for no limit", least=0)
+    gradient_accumulation_steps: int = option(1, "steps per update", least=1)
     precision: str = option(
         "float32", "Keras dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16")
     )
     seed: int | None = option(
         None,
-        "of weights, order, augmentation and dropout; drawn and written down if not given",
+        "seed of weights, order, augmentation and dropout; drawn and recorded if not set",
         least=0,
         below=2**32,
     )
     augmentation: _Augmentation = _Augmentation()
     strategy: str = option("auto", "auto: the launcher's", choices=STRATEGIES, free=True)
     devices_per_worker: int = option(0, "replicas in each task; 0 for all", least=0, free=True)
-    run_dir: str = option("", "where the run writes; '' for the launcher's, or runs/", free=True)
+    run_dir: str = option("", "run directory; '' for the launcher's, or in runs/", free=True)
     backup_every_steps: int = option(
         0,
-        "save also every so many steps; 0 only at the end of each virtual epoch",
+        "steps between further saves; 0 saves only at the end of each virtual epoch",
         least=0,
         free=True,
     )
     backup_every: str = option(
         "steps",
-        "auto: save also at intervals chosen from what a save costs and how often runs fail",
+        "auto: also save at intervals chosen by the cost of a save and the rate of failures",
         choices=("steps", "auto"),
         free=True,
     )
     save_model: bool = option(False, "save the trained model as model.keras", free=True)
     publish: str = option(
         "",
-        "directory of a server's models: the best checkpoints become versions as the run goes",
+        "directory of a model server: export the best checkpoints during the run",
         free=True,
     )
     keep_checkpoints: int = option(
-        2, "checkpoints kept, beside the best by val_loss", least=1, free=True
+        2, "checkpoints to keep, besides the best by val_loss", least=1, free=True
     )
     tracker: str = option(
         "none",
@@ -509,23 +509,23 @@ class TrainFields:
     )
     max_staleness: int | None = option(
         None,
-        "under ps: steps of others between a step's reading and its writing; null for any",
+        "under ps: most updates by other workers between a step's read and write; null for any",
         least=0,
         free=True,
     )
     sharded_optimizer: bool = option(
         False,
-        "under multiworker: each worker keeps the optimizer's state of its part alone",
+        "under multiworker: each worker keeps only its part of the optimizer's state",
         free=True,
     )
     fused_kernels: bool = option(
         False,
-        "normalization, GELU, attention by one kernel each, or a few, which rounds otherwise",
+        "fused kernels for normalization, GELU and attention, with other rounding",
         free=True,
     )
     overfit_batches: int = option(
         0,
-        "train on the first so many batches only, to see that the model can learn; 0 all",
+        "number of batches to train on, to check that the model can learn; 0 for all",
         least=0,
     )
 

@@ -44,9 +44,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m tfdist.top",
-        description="Shows the tasks of a job until it is over; Ctrl-C leaves it, the job runs on.",
+        description="Show the tasks of a job until it ends. Ctrl-C stops the display, not the job.",
     )
-    parser.add_argument("run_dir", help="the run directory, which the launcher's first line names")
+    parser.add_argument("run_dir", help="run directory, from the launcher's first line")
     parser.add_argument("--once", action="store_true", help="print the table once")
     return parser
 
@@ -70,9 +70,8 @@ def read_live(run_dir: Path) -> dict[str, Any]:
     require(
         status or is_running(run_dir),
         str(run_dir),
-        received=f"a directory without {LIVE_FILE}" if run_dir.is_dir() else "no directory",
-        expected="the run directory of a job that the launcher has started",
-        fix="name the directory that the launcher's first line names",
+        f"{LIVE_FILE} is missing" if run_dir.is_dir() else "the directory does not exist",
+        fix="pass the run directory from the launcher's first line",
         code="not-a-run",
     )
     return status
@@ -97,7 +96,7 @@ def view(run_dir: Path) -> RenderableType:
 def _head(status: Mapping[str, Any], *, is_going: bool) -> Text:
     state = status["state"] if is_going else "over"
     if not is_going and status["state"] != "ended":
-        state = f"its launcher was killed, last heard at {clock(status['at'])}"
+        state = f"its launcher was killed (last status at {clock(status['at'])})"
     facts = [
         status["strategy"],
         f"attempt {status['attempt']}",

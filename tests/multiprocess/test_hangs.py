@@ -179,7 +179,7 @@ def a_task_that_falls_silent_is_named(hang):
     job.pids(2)
     cause = job.blames("worker-1")
     assert cause.startswith("hangs: no heartbeat for ")
-    assert "(its process sleeps)" in cause
+    assert "(its process sleeps, last report: " in cause
     assert "in native_code" in job.log("worker-1")
 
 

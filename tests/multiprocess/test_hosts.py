@@ -387,7 +387,7 @@ def lines(job):
          r"127.0.0.2: .*authorized_keys"),
         ("echo ssh: Could not resolve hostname b; exit 255", EXIT_USAGE, r"127.0.0.2: .*name"),
         ("exec sh -c 'exec /no/python x'", EXIT_USAGE, r"127.0.0.2: .*same path"),
-        ("exit 3", EXIT_USAGE, r"127.0.0.2: .*exit code 3"),
+        ("exit 3", EXIT_USAGE, r"127.0.0.2: .*exited with code 3"),
     ],
     ids=["silent", "no route", "host key", "password", "name", "python", "other"],
 )  # fmt: skip

@@ -26,7 +26,7 @@ def test_two_of_three_workers_die_and_the_third_trains_to_the_end(tmp_path):
     assert [lost["task"] for lost in attempt["lost"]] == ["worker-0", "worker-2"], job.logs()
     cause = "killed by SIGKILL, not by the launcher"
     assert f"worker-0 failed: {cause}; continuing with worker-1, worker-2\n" in job.logs()
-    assert "done without worker-0, worker-2\n" in job.logs()
+    assert "finished without worker-0, worker-2\n" in job.logs()
     summary = summary_of(tmp_path)
     assert (summary["status"], summary["steps"]) == ("done", STEPS)
     assert sum(summary["worker_steps"].values()) == STEPS

@@ -43,4 +43,4 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind, tmp_path):
         other = (*job, *flags, "--config.optimizer=sgd")
         code, refused = ended(run_dir, *other, timeout_s=DEADLINE_S)
         assert code == 2, refused
-        assert "received optimizer='sgd' (there: 'adam')" in refused
+        assert "another configuration: optimizer='sgd' (there: 'adam')" in refused

@@ -32,7 +32,7 @@ def texts(findings):
         ({}, None),
         ({"TF_CONFIG": GOOD}, None),
         ({"TF_CONFIG": "{"}, "TF_CONFIG"),
-        ({"TF_CONFIG": MIXED}, "localhost stands among other hosts"),
+        ({"TF_CONFIG": MIXED}, "localhost is a loopback address"),
         ({"TF_CONFIG": FEW}, "min_workers is 3"),
         ({"TFDIST_STRATEGIE": "ps"}, "TFDIST_STRATEGIE"),
         ({"TFDIST_HOSTS": "a,b", "TFDIST_NODE_RANK": "2"}, "TFDIST_NODE_RANK"),
@@ -77,7 +77,7 @@ def test_a_file_is_read_by_the_parser_of_its_kind(name, text, says, tmp_path):
         ("tfdist --workers 2 --strategy mirrored", "--workers"),
         ("tfdist train --config.global_batch_size=0", "config.global_batch_size"),
         ("tfdist launch --workers 2 -- --config.learning_rte=1", "learning_rte"),
-        ("python train.py", "is neither"),
+        ("python train.py", "is no command of tfdist.launch"),
     ],
 )
 def test_a_command_is_read_by_its_program(command, says):
@@ -161,7 +161,7 @@ def test_agents_check_the_hosts_and_their_packages_are_compared(tmp_path, capsys
     assert any("packages: keras" in line and "9.9.9 on c" in line for line in lines), lines
     assert any(line.startswith("error    a: environment TFDIST_STRATEGY") for line in lines), lines
     assert any(
-        line.startswith("error    d: host: working directory: received") for line in lines
+        line.startswith("error    d: host: working directory: this host cannot") for line in lines
     ), lines
 
 

@@ -68,7 +68,7 @@ def test_what_names_no_program_is_the_launchers(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("program", "words", "said"),
     [
-        (programs, ["lauch", "--workers", "2"], "received 'lauch' (did you mean 'launch'?)"),
+        (programs, ["lauch", "--workers", "2"], "not a program (did you mean 'launch'?)"),
         (programs, ["train.py"], "'train.py', which is no file"),
         (top, ["a", "b"], "tfdist.top: command line: received "),
     ],

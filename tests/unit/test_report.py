@@ -90,7 +90,7 @@ def test_a_run_with_a_restart_shows_its_failure_attempts_and_curves():
     for text in (
         *("worker-1 at step 225, attempt 1", "killed by SIGKILL, not by the launcher"),
         *("Attempt 1", "exit code 137", "Attempt 2", "exit code 0", "Loss", "Accuracy"),
-        *("Steps per second, by task", "Memory in MiB, by task", "Where the time went"),
+        *("Steps per second, by task", "Memory in MiB, by task", "Time by phase"),
         *("tensorflow 2.21.0", "--max_restarts 2", "total_examples", "tasks, multiworker"),
     ):
         assert text in page.text

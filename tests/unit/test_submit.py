@@ -265,10 +265,14 @@ NO_NAMESPACE = 'Error from server (NotFound): when creating "STDIN": namespaces 
         (
             "--to slurm train.py",
             {"sbatch": fails("sbatch: error: invalid partition: nope\nsbatch: error: failed\n")},
-            "sbatch: received exit code 1: sbatch: error: invalid partition: nope; expected",
+            "sbatch: exit code 1: sbatch: error: invalid partition: nope. Fix: ",
         ),
         (PODS_OF_X, {"dry_run": fails(2 * NO_NAMESPACE)}, "kubectl create namespace"),
-        (PODS_OF_X, {"get": fails(f"{LOG}{LOG}It was refused\n")}, "exit code 1: It was refused;"),
+        (
+            PODS_OF_X,
+            {"get": fails(f"{LOG}{LOG}It was refused\n")},
+            "exit code 1: It was refused. Fix: ",
+        ),
         (PODS_OF_X, {"get": says("job.batch/x\n")}, "kubectl --namespace=ml delete job.batch/x"),
     ],
 )
@@ -289,7 +293,7 @@ def test_what_a_scheduler_refuses_is_one_line_and_nothing_is_submitted(
 )
 def test_without_the_schedulers_commands_it_is_one_line(arguments, command, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert refused(arguments).startswith(f"--to: received no {command}; ")
+    assert refused(arguments).startswith(f"--to: cannot run the command {command}. ")
 
 
 def test_a_command_that_does_not_answer_is_given_up(tmp_path, monkeypatch):

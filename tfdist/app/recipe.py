@@ -139,7 +139,7 @@ def _image_shape(source: Source, *, dataset: str) -> tuple[int, int, int]:
     image = spec[0] if isinstance(spec, tuple) and len(spec) == 2 else None
     shape = getattr(image, "shape", None)
     if shape is None or shape.rank != 3 or None in shape.as_list():
-        raise _not_images(dataset, f"examples of {spec}")
+        raise _not_images(dataset, f"its examples are {spec}, not images of one size and a class")
     height, width, channels = shape.as_list()
     return height, width, channels
 
@@ -148,16 +148,15 @@ def _num_classes(builder: Any, *, dataset: str) -> int:
     keys = builder.info.supervised_keys
     classes = getattr(builder.info.features[keys[1]], "num_classes", None)
     if classes is None:
-        raise _not_images(dataset, f"a label {keys[1]!r} that is not a class")
+        raise _not_images(dataset, f"its label {keys[1]!r} is not a class")
     return int(classes)
 
 
-def _not_images(dataset: str, received: str) -> UsageError:
+def _not_images(dataset: str, problem: str) -> UsageError:
     return UsageError(
         f"config.dataset {dataset!r}",
-        received=received,
-        expected="an image of one size [height, width, channels] and a class",
-        fix="train other data with tfdist.fit in a program of your own",
+        problem,
+        fix="train other data with tfdist.fit in your own program",
         code="not-images",
     )
 
@@ -168,9 +167,8 @@ def _require_channels(config: Any, channels: int) -> None:
         if len(values) not in (1, channels):
             raise UsageError(
                 f"config.augmentation.{name}",
-                received=f"{len(values)} numbers",
-                expected=f"1, or {channels}: one for each channel of {config.dataset}",
-                fix="give one number for all channels, or one for each",
+                f"{len(values)} numbers do not fit the {channels} channels of {config.dataset}",
+                fix="set one number for all channels, or one for each",
                 code="channels-differ",
             )
 

@@ -64,7 +64,7 @@ def check(config: ConfigDict) -> None:
             fix = "begin the config file with base()"
             raise UsageError(f"config.{name}", "the field is missing", fix=fix, code="CFG007")
         if fault := field.fault(values[name]):
-            fix = f"choose another value; it is: {field.help}"
+            fix = f"choose another value ({field.help})"
             is_number = isinstance(values[name], (int, float)) and field.type != "bool"
             code = "CFG005" if field.choices else "CFG006" if is_number else "CFG004"
             raise UsageError(f"config.{name}", fault, fix=fix, code=code)
@@ -77,36 +77,36 @@ def unknown(name: str, *, where: str = "config") -> UsageError:
     hint = near(name, FIELDS) or near(name.rpartition(".")[2], short)
     return UsageError(
         where,
-        received=f"unknown field {name!r}{hint}",
-        expected="a field of tfdist.configs",
-        fix="see python -m tfdist.train --help for all of them",
+        f"unknown field {name!r}{hint}",
+        fix="see python -m tfdist.train --help for all fields",
         code="CFG003",
     )
 
 
 def _check_together(values: dict[str, Any]) -> None:
-    def wrong(code: str, name: str, expected: str, fix: str) -> UsageError:
-        problem = f"received {values[name]}; expected {expected}"
-        return UsageError(f"config.{name}", problem, fix=fix, code=code)
+    def wrong(code: str, name: str, problem: str, fix: str) -> UsageError:
+        return UsageError(f"config.{name}", f"{values[name]} {problem}", fix=fix, code=code)
 
     total = values["total_examples"]
     if values["checkpoints"] > total:
-        raise wrong("CFG009", "checkpoints", f"at most total_examples ({total})", "lower it")
+        raise wrong("CFG009", "checkpoints", f"is above total_examples ({total})", "lower it")
     if values["warmup_examples"] >= total:
-        raise wrong("CFG010", "warmup_examples", f"less than total_examples ({total})", "lower it")
+        problem = f"is not below total_examples ({total})"
+        raise wrong("CFG010", "warmup_examples", problem, "lower it")
     if values["warmup_examples"] and values["schedule"] == "linear":
-        raise wrong("CFG010", "warmup_examples", "0 with schedule linear", "use cosine")
+        problem = "needs another schedule than linear"
+        raise wrong("CFG010", "warmup_examples", problem, "set it to 0, or use schedule cosine")
     for name in ("augmentation.mean", "augmentation.std"):
         numbers = [n for n in values[name] if isinstance(n, (int, float)) and math.isfinite(n)]
         if not numbers or len(numbers) < len(values[name]):
-            expected = "finite numbers"
-            raise wrong("CFG011", name, expected, "write (0.5,), or a number for each channel")
+            fix = "write (0.5,), or a number for each channel"
+            raise wrong("CFG011", name, "has no numbers, or a number that is not finite", fix)
     if min(values["augmentation.std"]) <= 0:
-        fix = "(1.0,) leaves images as they are"
-        raise wrong("CFG011", "augmentation.std", "numbers above 0", fix)
+        fix = "use numbers above 0: (1.0,) does not change images"
+        raise wrong("CFG011", "augmentation.std", "has a number that is not above 0", fix)
     if values["backup_every"] == "auto" and values["backup_every_steps"]:
-        expected = "0 with backup_every auto, which computes when to save"
-        raise wrong("CFG014", "backup_every_steps", expected, "leave one of them out")
+        problem = "does not apply, because backup_every is auto"
+        raise wrong("CFG014", "backup_every_steps", problem, "leave one of them out")
     if values["early_stopping_patience"] and not values["validation_split"]:
-        expected = "0 without a validation_split"
-        raise wrong("CFG013", "early_stopping_patience", expected, "name one")
+        problem = "needs a validation_split"
+        raise wrong("CFG013", "early_stopping_patience", problem, "set validation_split")

@@ -31,7 +31,7 @@ from tfdist.options import CLUSTER
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.05
-_REGISTER = "register the model's own classes with Keras in a module that can be imported"
+_REGISTER = "register the model's classes with Keras in an importable module"
 _CLUSTER = ("TF_CONFIG", "TFDIST_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "JOB_COMPLETION_INDEX")
 
 
@@ -220,7 +220,7 @@ def _watch(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float) 
         if time.monotonic() > deadline_s:
             raise TfdistError(
                 f"find_batch_size: a trial took more than {timeout_s:g} s. "
-                "Fix: pass timeout_s, or most for the largest size to try"
+                "Fix: raise timeout_s, or pass most=..., the largest size to try"
             )
 
 
@@ -241,7 +241,7 @@ def _trial(size: int, status: int, cause: str, answer: str, output: str) -> Batc
         raise UsageError(**found["refused"])
     killed = status in (-9, -6) and not found
     if killed and (status == -9 or "bad_alloc" in output):
-        return BatchTrial(batch_size=size, fits=False, cause="ended by the kernel or the allocator")
+        return BatchTrial(batch_size=size, fits=False, cause="out of memory (killed)")
     last = found.get("error") or next(iter(reversed(output.strip().splitlines())), "")
     raise TfdistError(
         f"find_batch_size: the trial with {size} examples failed: {last or f'status {status}'}. "
@@ -294,8 +294,7 @@ def find_batch_size(  # noqa: D417
     require(
         model.built,
         "find_batch_size",
-        received="a model that is not built",
-        expected="a built model, of which a file can be made",
+        "the model is not built",
         fix="make the model with keras.Input, or call it once",
         code="not-built",
     )
@@ -384,7 +383,7 @@ def main() -> int:
     try:
         answer = _run(request)
     except UsageError as error:
-        parts = ("where", "received", "expected", "fix", "code")
+        parts = ("where", "problem", "fix", "code")
         answer = {"refused": {part: str(getattr(error, part)) for part in parts}}
     except Exception as error:
         answer = failure(error)

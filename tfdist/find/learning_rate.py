@@ -74,8 +74,7 @@ def find_learning_rate(  # noqa: D417, PLR0913
     require(
         require_number("smoothing", smoothing, least=0) < 1,
         "smoothing",
-        received=repr(smoothing),
-        expected="a number from 0 to below 1",
+        f"{smoothing!r} is not less than 1",
         fix="pass smoothing=0.9",
         code="not-a-number",
     )
@@ -124,7 +123,7 @@ def _losses(
         decision = decide(blocks.job, mine, requests=requests, of="the next step of a range test")
         if decision.signum is not None:
             name = signal.Signals(decision.signum).name
-            raise Stopped(decision.signum, f"stopped by {name}; the model is as it was before")
+            raise Stopped(decision.signum, f"stopped by {name}; the model is restored")
         if decision.stop:
             break
         blocks.learning_rate = decision.learning_rate
@@ -141,8 +140,7 @@ def _loss_of(blocks: BlockRunner, step: int) -> float:
     require(
         isinstance(loss, float),
         "find_learning_rate",
-        received=f"a training step that returns {', '.join(sorted(logs)) or 'nothing'}",
-        expected='"loss" among it',
+        f"train_step returns {', '.join(sorted(logs)) or 'an empty dict'}, but no scalar loss",
         fix='return {"loss": loss, ...} from train_step',
         code="no-loss",
     )
@@ -150,8 +148,7 @@ def _loss_of(blocks: BlockRunner, step: int) -> float:
     if step == 0 and value != value:
         raise UsageError(
             "find_learning_rate",
-            received="a loss of nan at the first step",
-            expected="a finite loss before any update",
+            "the loss is NaN before the first update",
             fix="look for NaN in the data and in the initial weights",
             code="not-finite",
         )
@@ -206,9 +203,8 @@ def _require_one_rate(model: keras.Model) -> None:
     require(
         hasattr(optimizer, "_learning_rate") and not several,
         "find_learning_rate",
-        received=f"a model with {type(optimizer).__name__} as its optimizer",
-        expected="an optimizer with one learning rate",
-        fix="compile the model with the optimizer to find a rate for",
+        f"the optimizer {type(optimizer).__name__} does not have one learning rate",
+        fix="compile the model with the optimizer to tune",
         code="no-learning-rate",
     )
 

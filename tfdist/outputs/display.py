@@ -238,7 +238,7 @@ def draw_plot(
     Logs the reason and returns None if matplotlib is not installed or no line was written.
     """
     if not lines:
-        logger.info("no plot: no virtual epoch was finished")
+        logger.info("no plot: no virtual epoch has finished")
         return None
     names = _panels(lines)
     try:

@@ -85,9 +85,8 @@ class RunDirectory:
         require(
             not found,
             f"run directory {self.path}",
-            received=found,
-            expected="the configuration of the run that is in it",
-            fix="give this run a run_dir of its own, or --overwrite to move the old one aside",
+            f"it has a run with another configuration: {found}",
+            fix="choose another run_dir, or pass --overwrite to move the old run aside",
             code="another-run",
         )
         summary = self.read_summary()
@@ -156,9 +155,8 @@ class RunDirectory:
         require(
             not self.is_written,
             "--overwrite",
-            received=f"it while a run goes on in {self.path}",
-            expected="a run at rest",
-            fix="end that run, or give this one a run_dir of its own",
+            f"a run is active in {self.path}",
+            fix="stop that run, or choose another run_dir",
             code="run-goes-on",
         )
         # Move the configuration last: until then the directory counts as owned.
@@ -291,9 +289,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise UsageError(
             str(file),
-            received="a file that is half written or not JSON",
-            expected="what a run wrote",
-            fix="name another run directory",
+            "the file is incomplete or not JSON",
+            fix="pass another run directory",
             code="not-json",
         )
     return content

@@ -72,9 +72,8 @@ def read(path: Path) -> list[dict[str, Any]]:
         if not isinstance(line, Mapping) or "event" not in line:
             raise UsageError(
                 f"{path}, line {number}",
-                received=repr(text[:60].decode(errors="replace")),
-                expected="a line that a sweep wrote",
-                fix="take the line out by hand, or give the sweep another --sweep_dir",
+                f"{text[:60].decode(errors='replace')!r} is not a line of a sweep's journal",
+                fix="delete the line, or pass another --sweep_dir",
                 code="broken-journal",
             )
         lines.append(dict(line))

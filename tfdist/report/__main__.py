@@ -41,16 +41,18 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m tfdist.report",
-        description="Writes what runs and sweeps have left as one HTML file that needs no network.",
+        description="Write a report of runs and sweeps as one HTML file that needs no network.",
     )
-    parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="of a run or a sweep")
-    parser.add_argument("--out", metavar="FILE", help=f"by default RUN_DIR/{_FILE}, or ./{_FILE}")
+    parser.add_argument(
+        "run_dirs", nargs="+", metavar="RUN_DIR", help="directory of a run or sweep"
+    )
+    parser.add_argument("--out", metavar="FILE", help=f"default: RUN_DIR/{_FILE}, or ./{_FILE}")
     parser.add_argument(
         "--serve",
         action="store_true",
-        help="serve the page on loopback instead; it follows a run that is going",
+        help="serve the page on loopback, and update it while a run is active",
     )
-    parser.add_argument("--port", type=int, default=8765, metavar="P", help="of --serve (8765)")
+    parser.add_argument("--port", type=int, default=8765, metavar="P", help="--serve port (8765)")
     return parser
 
 
@@ -66,7 +68,7 @@ def _serve(paths: Sequence[Path], *, port: int) -> int:
         return _page(paths, is_followed=True)
 
     with make_server(listener, make_page, path="/", content_type="text/html") as server:
-        print(f"http://127.0.0.1:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}/ (Ctrl-C stops it)", flush=True)
         server.serve_forever()
     return EXIT_OK
 

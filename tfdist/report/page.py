@@ -164,10 +164,10 @@ def _run_section(run: Run, index: int) -> str:
         f"{section('Failures', _failures(run))}"
         f"{section('Curves', _curves(run))}"
         f"{section('Attempts and tasks', _timeline(run, legend))}"
-        f"{section('Where the time went', _time_spent(totals, used, legend))}"
+        f"{section('Time by phase', _time_spent(totals, used, legend))}"
         f"{section('Staleness', _staleness(run))}"
         f"{section('Checkpoints on the disk', _checkpoints(run))}"
-        f"{section('What ran', _what_ran(run))}</section>"
+        f"{section('Program and versions', _what_ran(run))}</section>"
     )
 
 
@@ -333,7 +333,7 @@ def _time_spent(totals: dict[str, dict[str, float]], used: Sequence[str], legend
         rows.append(f'<span>{escape(task)}</span><div class="track">{stack}</div>')
     return card(
         f'{legend}<div class="rows">{"".join(rows)}</div>'
-        '<p class="note">All attempts together, from what each task says once a second: short '
+        '<p class="note">All attempts together. Tasks report their phase once a second, so short '
         "phases are estimates.</p>"
     )
 
@@ -347,7 +347,7 @@ def _staleness(run: Run) -> str:
     rate = run.summary.get("examples_per_second") or 0.0
     by_staleness = _counts(ordered, lambda share: "")
     by_worker = _counts(workers, lambda share: f", {number(rate * share)} examples/s on average")
-    title = "Updates of others between reading and writing"
+    title = "Updates by other workers between read and write"
     return cards(
         [
             card(f"<h3>{title}</h3>{by_staleness}") if ordered else "",
@@ -375,7 +375,7 @@ def _checkpoints(run: Run) -> str:
             number(one.step),
             f"{one.size_bytes / 1e6:,.1f} MB",
             clock(one.at),
-            "whole" if one.is_whole else '<span class="warn">not whole</span>',
+            "complete" if one.is_whole else '<span class="warn">incomplete</span>',
         ]
         for one in run.checkpoints[-MAX_ROWS:]
     ]

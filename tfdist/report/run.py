@@ -173,9 +173,8 @@ def reading(where: object) -> Iterator[None]:
             raise
         raise UsageError(
             str(where),
-            received=f"files that are half written or another program's ({error!r})",
-            expected="what tfdist wrote",
-            fix="start the run again there, or name another directory",
+            f"a file is incomplete or belongs to another program ({error!r})",
+            fix="start the run again there, or pass another directory",
             code="not-a-run",
         ) from error
 
@@ -203,11 +202,8 @@ def _read(path: Path) -> Run:
     require(
         "attempts" in report or "status" in summary or "global_batch_size" in config,
         str(path),
-        received="a directory that no run of tfdist has written to"
-        if path.is_dir()
-        else "no directory",
-        expected="the run directory of tfdist.launch or tfdist.train, or that of a sweep",
-        fix="name the directory that the launcher's first line names",
+        "the directory has no run of tfdist" if path.is_dir() else "the directory does not exist",
+        fix="pass the directory of a sweep, or the run directory from the launcher's first line",
         code="not-a-run",
     )
     is_going = is_running(path)
@@ -300,8 +296,8 @@ def _failures(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     first = entry.get("first_failure")
     return [
         *([{**first, "followed": "the attempt ended"}] if first else []),
-        *({**one, "followed": "started again alone"} for one in entry.get("restarts", ())),
-        *({**one, "followed": "the others went on"} for one in entry.get("lost", ())),
+        *({**one, "followed": "only this task was restarted"} for one in entry.get("restarts", ())),
+        *({**one, "followed": "the other tasks continued"} for one in entry.get("lost", ())),
     ]
 
 

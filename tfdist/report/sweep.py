@@ -57,9 +57,8 @@ def read_sweep(path: Path) -> SweepRecord:
     require(
         state.trials,
         str(path / JOURNAL),
-        received="nothing yet",
-        expected="a sweep of which a trial has begun",
-        fix="wait for its first trial, or name another directory",
+        "no trial of the sweep has started",
+        fix="wait for the first trial, or pass another directory",
         code="not-a-sweep",
     )
     status = "finished"
@@ -141,7 +140,7 @@ def _parallel(state: SweepState) -> str:
     svg = parallel_coordinates(axes, lines, tips=tips, label=label)
     return card(
         '<ul class="legend"><li><span class="key" style="color:var(--c1)"></span>best trial</li>'
-        '<li><span class="key" style="color:var(--c0)"></span>others; the better, the stronger</li>'
+        '<li><span class="key" style="color:var(--c0)"></span>others (better: stronger)</li>'
         "</ul>"
         f'<div style="min-width:{130 * len(axes)}px">{svg}</div>',
         "scroll",

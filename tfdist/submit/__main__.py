@@ -62,8 +62,8 @@ def _apply(manifests: str, job: str, *, namespace: str | None) -> str:
     """
     kubectl = ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
     if found := _answer([*kubectl, "get", job, "--ignore-not-found", "--output=name"]).stdout:
-        fix = f"choose another --name, or remove it: {' '.join(kubectl)} delete {found.strip()}"
-        raise wrong("name", f"{found.strip()} is there", "an unused name", fix, "exists")
+        fix = f"choose another --name, or delete it: {' '.join(kubectl)} delete {found.strip()}"
+        raise wrong("name", f"{found.strip()} already exists", fix, "exists")
     _answer([*kubectl, "apply", "--dry-run=server", "--filename=-"], manifests)
     answer = _answer([*kubectl, "apply", "--filename=-"], manifests)
     _warn(_lines(answer.stderr))  # such as pods that the namespace rejects
@@ -82,21 +82,20 @@ def _answer(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[
             argv, input=text, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S
         )
     except (FileNotFoundError, PermissionError):
-        fix = f"run it where {argv[0]} is, or see what would be submitted with --dry_run"
-        expected = f"the command {argv[0]} on PATH"
-        raise wrong("to", f"no {argv[0]}", expected, fix, "no-command") from None
+        fix = f"use a machine with {argv[0]}, or print the job with --dry_run"
+        raise wrong("to", f"cannot run the command {argv[0]}", fix, "no-command") from None
     except subprocess.TimeoutExpired:
         raise TfdistError(f"{argv[0]}: no answer within {_DEADLINE_S:.0f} s") from None
     if not answer.returncode:
         return answer
     # The first line with an error is the most useful.
-    lines = _lines(answer.stderr or answer.stdout) or ["nothing"]
+    lines = _lines(answer.stderr or answer.stdout) or ["no output"]
     line = next((line for line in lines if "error" in line.lower()), lines[-1])
-    fix = "correct what it names"
+    fix = "correct the flag that the message names"
     if re.search('namespaces "[^"]*" not found', line):
-        fix = "correct --namespace, or make it with kubectl create namespace"
-    received, expected = f"exit code {answer.returncode}: {line}", "it to do as asked"
-    raise UsageError(argv[0], received=received, expected=expected, fix=fix, code="refused")
+        fix = "correct --namespace, or create it with kubectl create namespace"
+    problem = f"exit code {answer.returncode}: {line.rstrip('.')}"
+    raise UsageError(argv[0], problem, fix=fix, code="refused")
 
 
 def _lines(text: str) -> list[str]:

@@ -54,18 +54,18 @@ def batch_script(request: JobRequest) -> str:
     tasks, nodes = request.num_tasks, request.flags.nodes or 0
     if request.strategy in _TOGETHER and request.launch.workers == 1:
         fix = "use --workers 2 or more, or leave --strategy out"
-        received = f"1 with --strategy {request.strategy}"
-        raise wrong("workers", received, "2 or more: Slurm runs one task as a single process", fix)
+        problem = f"--strategy {request.strategy} needs 2 or more under Slurm"
+        raise wrong("workers", problem, fix)
     if nodes > tasks:
         fix = f"use --nodes {tasks} or fewer"
-        raise wrong("nodes", f"{nodes}", f"at most {tasks}, the number of tasks", fix)
+        raise wrong("nodes", f"{nodes} nodes are more than the job's {tasks} tasks", fix)
     if request.is_ps and request.flags.gpus:
-        received, fix = f"{request.flags.gpus} in a ps job", "use --to kubernetes --kind jobset"
-        raise wrong("gpus", received, "no --gpus: each task of a step has the same resources", fix)
+        problem = "the chief and the ps of a Slurm step would hold GPUs too"
+        raise wrong("gpus", problem, "use --to kubernetes --kind jobset")
     if request.time_s is not None and request.time_s <= request.grace_s:
         fix = "use a longer --time, or a shorter --grace_s"
-        received = f"{request.time_s} s with --grace_s {request.grace_s}"
-        raise wrong("time", received, "more than --grace_s, or each run stops at its start", fix)
+        limits = f"{request.time_s} s with --grace_s {request.grace_s}"
+        raise wrong("time", f"{limits} would stop each run at its start", fix)
     cpus, memory_mib = request.flags.cpus, request.memory_mib
     variables = request.variables()
     if request.is_ps:
@@ -95,14 +95,11 @@ def manifests(request: JobRequest, *, kind: str) -> str:
         UsageError: The job does not fit this kind.
     """
     if request.flags.image is None:
-        expected, fix = (
-            "the image of the pods, with tfdist in it",
-            "write --image registry/name:tag",
-        )
-        raise wrong("image", "nothing", expected, fix, "no-value")
+        fix = "pass an image with tfdist: --image registry/name:tag"
+        raise wrong("image", "the pods need an image", fix, "no-value")
     if not _NAME.fullmatch(request.name):
-        expected = "at most 39 small letters, digits and '-', the first a letter"
-        raise wrong("name", repr(request.name), expected, "write --name mnist, for example")
+        fix = "use at most 39 lower-case letters, digits and '-', with a letter first"
+        raise wrong("name", f"{request.name!r} is not a valid name in Kubernetes", fix)
     if kind == "job":
         _require_like_pods(request)
     ports = request.launch.port_range
@@ -129,8 +126,8 @@ def notes(request: JobRequest) -> tuple[str, ...]:
     if any(PurePosixPath(request.run_dir).is_relative_to(mount) for mount in writable):
         return ()
     return (
-        f"note: the run directory {request.run_dir} is on no --volume: its files are lost with the "
-        "pods, and the job cannot resume after a restart",
+        f"note: the run directory {request.run_dir} is not on a --volume: its files are lost with "
+        "the pods, and the job cannot resume after a restart",
     )
 
 
@@ -142,13 +139,11 @@ def escape_dollars(text: str) -> str:
 def _require_like_pods(request: JobRequest) -> None:
     """Raise UsageError if pods must differ: an indexed Job has one pod template."""
     if request.is_ps and request.flags.gpus:
-        received = f"{request.flags.gpus} in a ps job"
-        expected = "no --gpus: the ps and the chief would hold GPUs too"
-        raise wrong("gpus", received, expected, "use --kind jobset")
+        problem = "the chief and the ps would hold GPUs too with --kind job"
+        raise wrong("gpus", problem, "use --kind jobset")
     if request.launch.evaluator:
-        received = "it with --kind job, which does not restart a pod that is done"
-        fix = "use --kind jobset, or leave --evaluator out"
-        raise wrong("evaluator", received, "--kind jobset, which restarts all pods together", fix)
+        problem = "an evaluator needs restarts of finished pods, which --kind job does not support"
+        raise wrong("evaluator", problem, "use --kind jobset, or leave --evaluator out")
 
 
 def _roles(request: JobRequest) -> list[Role]:

@@ -25,7 +25,7 @@ SEVERAL = ("multiworker", "ps", "pipeline")
 
 _WORD = r"[^\s-]\S*", "one word"
 _FORMS = {
-    "name": (r"[A-Za-z0-9][A-Za-z0-9_.-]*", "letters, digits, '.', '_' and '-'"),
+    "name": (r"[A-Za-z0-9][A-Za-z0-9_.-]*", "only letters, digits, '.', '_' and '-'"),
     **dict.fromkeys(("partition", "account", "qos", "node_selector"), _WORD),
     **dict.fromkeys(("image", "namespace", "service_account", "image_pull_secret"), _WORD),
     "memory": (r"[1-9][0-9]{0,8}[MGT][iB]?", "a number and M, G or T, such as 16G"),
@@ -87,14 +87,14 @@ class JobRequest:
     def __post_init__(self) -> None:
         if self.launch.evaluator and not self.has_several_tasks:
             fix = "leave --evaluator out, or use --strategy ps, multiworker or pipeline"
-            raise wrong("evaluator", "one process", "a job of several tasks", fix)
+            raise wrong("evaluator", "the job has only one process", fix)
         for name in self.env:
             if not re.fullmatch(_VARIABLE, name):
-                expected, fix = "the name of a variable", "use letters, digits and _"
-                raise wrong("env", repr(name), expected, fix)
+                fix = "use only letters, digits and _, and no digit first"
+                raise wrong("env", f"{name!r} is not a name of a variable", fix)
             if name in self.secrets:
-                received = f"{name}, which is a --secret too"
-                raise wrong("env", received, "each name once", "leave one of them out", "exclusive")
+                problem = f"{name} is also set by --secret"
+                raise wrong("env", problem, "leave one of them out", "exclusive")
 
     @property
     def name(self) -> str:
@@ -220,12 +220,13 @@ def parse(argv: Sequence[str]) -> JobRequest | None:
     own = {name: values.pop(name) for name in [*values] if name not in _LAUNCHER}
     fix = "write --to slurm or --to kubernetes"
     if own["to"] is None:
-        raise wrong("to", "nothing", "slurm or kubernetes", fix, "no-value")
+        raise wrong("to", "the scheduler is missing", fix, "no-value")
     to = require_one_of("--to", own["to"], ("slurm", "kubernetes"), fix=fix)
     for only, names in _ONLY.items():
         for name in names:
             if only != to and own[name]:
-                raise wrong(name, f"it with --to {to}", only, f"leave --{name} out", "exclusive")
+                problem = f"--to {to} does not support this flag"
+                raise wrong(name, problem, f"leave --{name} out", "exclusive")
     for name in _FORMS:
         for text in own[name] if isinstance(own[name], list) else [own[name]]:
             _check(name, text)
@@ -245,9 +246,10 @@ def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise wrong(flag, repr(key), "a name, = and a value", f"write --{flag} NAME=VALUE")
+            problem = f"{key!r} is not a name and a value"
+            raise wrong(flag, problem, f"write --{flag} NAME=VALUE")
         if key in made:
-            raise wrong(flag, f"{key} twice", "each name once", "leave one of them out")
+            raise wrong(flag, f"{key} is set twice", "leave one of them out")
         made[key] = value
     return made
 
@@ -257,15 +259,15 @@ def help_text() -> str:
     return _parser().format_help()
 
 
-def wrong(flag: str, received: str, expected: str, fix: str, code: str = "bad-value") -> UsageError:
+def wrong(flag: str, problem: str, fix: str, code: str = "bad-value") -> UsageError:
     """Return the error for a flag's value."""
-    return UsageError(f"--{flag}", received=received, expected=expected, fix=fix, code=code)
+    return UsageError(f"--{flag}", problem, fix=fix, code=code)
 
 
 def _check(name: str, text: str | None) -> None:
-    pattern, expected = _FORMS[name]
+    pattern, form = _FORMS[name]
     if text is not None and not re.fullmatch(pattern, text):
-        raise wrong(name, repr(text), expected, f"correct --{name}; --help has its form")
+        raise wrong(name, f"{text!r} is not valid", f"pass {form}")
 
 
 def _parser() -> Parser:
@@ -273,37 +275,37 @@ def _parser() -> Parser:
         prog="python -m tfdist.submit",
         usage="python -m tfdist.submit --to slurm|kubernetes [--dry_run] [flags] "
         "[script.py | -m module] [the program's own flags]",
-        description="Submits a job to a scheduler; with --dry_run, prints the script or manifests.",
+        description="Submit a job to a scheduler. With --dry_run, print its script or manifests.",
         add_help=False,
     )
     add = parser.add_argument
-    add("--to", metavar="slurm|kubernetes", help="which scheduler")
-    add("--name", metavar="NAME", help="of the job (the program's)")
-    add("--python", metavar="PATH", help="the Python that has tfdist (python)")
+    add("--to", metavar="slurm|kubernetes", help="scheduler")
+    add("--name", metavar="NAME", help="name of the job (the program's name)")
+    add("--python", metavar="PATH", help="Python with tfdist (python)")
     add("--cpus", type=int, metavar="N", help="CPUs of each task")
     add("--memory", metavar="16G", help="memory of each task")
-    add("--gpus", type=int, default=0, metavar="N", help="GPUs of each task that computes (0)")
-    add("--time", metavar="4h", help="limit: under Slurm of each run, else of the job")
+    add("--gpus", type=int, default=0, metavar="N", help="GPUs of each computing task (0)")
+    add("--time", metavar="4h", help="limit of each run (Slurm) or of the job (Kubernetes)")
     collect = functools.partial(parser.add_argument, action="append", default=[])
-    collect("--env", metavar="NAME=VALUE", help="a variable for the tasks; may be repeated")
-    secret = "a variable whose value is in a file (Slurm: /path) or a Secret (secret/key)"
-    collect("--secret", metavar="NAME=WHERE", help=f"{secret}; may be repeated")
-    selector = "a label of the nodes; under Slurm a feature; may be repeated"
+    collect("--env", metavar="NAME=VALUE", help="variable of the tasks (repeatable)")
+    secret = "variable with the value of a file (Slurm: /path) or a Secret (secret/key)"
+    collect("--secret", metavar="NAME=WHERE", help=f"{secret} (repeatable)")
+    selector = "label of the nodes, or their feature under Slurm (repeatable)"
     collect("--node_selector", metavar="KEY=VALUE|FEATURE", help=selector)
     add = parser.add_argument_group("for Kubernetes").add_argument
-    add("--kind", metavar="job|jobset|trainjob", help="what to make (job)")
-    add("--image", metavar="IMAGE", help="the container's, with tfdist in it")
-    add("--namespace", metavar="NS", help="where (that of kubectl's context)")
-    volume = "a claim, or with a leading / a directory of the node, and where it is mounted"
+    add("--kind", metavar="job|jobset|trainjob", help="kind of the object (job)")
+    add("--image", metavar="IMAGE", help="container image with tfdist")
+    add("--namespace", metavar="NS", help="namespace (of kubectl's context)")
+    volume = "claim, or directory of the node with a leading /, and its mount point"
     shown = "CLAIM=/PATH[:ro]"
-    add("--volume", action="append", default=[], metavar=shown, help=f"{volume}; may be repeated")
-    add("--service_account", metavar="NAME", help="the pods' account")
-    add("--image_pull_secret", metavar="NAME", help="the Secret that opens the image's registry")
+    add("--volume", action="append", default=[], metavar=shown, help=f"{volume} (repeatable)")
+    add("--service_account", metavar="NAME", help="service account of the pods")
+    add("--image_pull_secret", metavar="NAME", help="Secret of the image's registry")
     add = parser.add_argument_group("for Slurm").add_argument
-    add("--nodes", type=int, metavar="N", help="on how many nodes")
-    add("--partition", metavar="NAME", help="the partition")
-    add("--account", metavar="NAME", help="whose hours")
-    add("--qos", metavar="NAME", help="the quality of service")
+    add("--nodes", type=int, metavar="N", help="number of nodes")
+    add("--partition", metavar="NAME", help="partition")
+    add("--account", metavar="NAME", help="account that pays")
+    add("--qos", metavar="NAME", help="quality of service")
     add = parser.add_argument_group("of python -m tfdist.launch").add_argument
     for name, one in _LAUNCHER.items():
         about = argparse.SUPPRESS if one.submit is None else one.submit or one.help
@@ -321,7 +323,7 @@ def _launch_options(
         if one.submit is None or to not in one.schedulers:
             raise UsageError(
                 f"--{name}",
-                f"--to {to} has no use for it",
+                f"--to {to} does not use this flag",
                 fix=f"leave --{name} out",
                 code="not-here",
             )
@@ -343,7 +345,7 @@ def _text(value: object) -> str:
 
 # Secrets: a job has only references. No flag, script or manifest has a secret's value.
 
-_FIX = "put the value where the scheduler keeps it, and name that: --secret NAME={form}"
+_FIX = "store the value with the scheduler, and pass a reference: --secret NAME={form}"
 
 
 def _refuse_values(program: Sequence[str], *, env: Mapping[str, str], form: str) -> None:
@@ -375,13 +377,10 @@ def _reference(text: str, pattern: str, form: str) -> tuple[str, str]:
     name, equals, where = text.partition("=")
     if equals and re.fullmatch(_VARIABLE, name) and re.fullmatch(pattern, where):
         return name, where
-    shown = f"{name}=... (not shown)" if equals else "no NAME=reference"
-    expected = f"a variable and where its value is: NAME={form}"
-    raise wrong("secret", shown, expected, _FIX.format(form=form))
+    shown = f"{name}=... (value not shown)" if equals else "a text without ="
+    raise wrong("secret", f"{shown} is not of the form NAME={form}", _FIX.format(form=form))
 
 
 def _refused(where: str, form: str) -> UsageError:
-    received = "what looks like a secret's value (not shown)"
-    expected = "no secret in a command line, a script or a manifest"
-    fix = _FIX.format(form=form)
-    return UsageError(where, received=received, expected=expected, fix=fix, code="secret")
+    problem = "the value (not shown) looks like a secret, which the job's files must not contain"
+    return UsageError(where, problem, fix=_FIX.format(form=form), code="secret")
