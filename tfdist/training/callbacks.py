@@ -20,6 +20,7 @@ import keras
 from keras.src.callbacks import CallbackList
 from keras.src.utils.python_utils import is_default
 
+from tfdist.checkpoint.backup import BackupAndRestore
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training import trackers
@@ -74,6 +75,15 @@ def callback_list(
         steps=steps,
         model=model,
     )
+
+
+def writes_files(callback: Any) -> bool:
+    """Return whether a callback saves or logs, so that a fast development run leaves it out."""
+    saves = isinstance(callback, BackupAndRestore | keras.callbacks.BackupAndRestore)
+    is_writer = isinstance(callback, _WRITERS) and not isinstance(
+        callback, keras.callbacks.ProgbarLogger
+    )
+    return saves or is_writer or trackers.package_of(callback) is not None
 
 
 def _is_chiefs(callback: keras.callbacks.Callback) -> bool:
