@@ -474,7 +474,8 @@ def read_model(
     The source is a `.keras` file (read in Keras' safe mode), a run directory of `tfdist.train`, a
     directory written by `tfdist.BackupAndRestore`, or a sweep, which stands for the best model of
     its best trial. `make` is a ``file.py:function`` that returns the checkpoints' model, or the
-    ``model.json`` of `PublishModel`. Raises UsageError if the file or checkpoint is missing or belongs to another model.
+    ``model.json`` of `PublishModel`. Raises UsageError if the file or checkpoint is missing or
+    belongs to another model.
     """
     if (source / JOURNAL).is_file():
         source = _best_run(source, make=make)
