@@ -27,6 +27,10 @@ class TfdistError(Exception):
 
     exit_code: int = EXIT_FAILED
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows instead of the traceback."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 class UsageError(TfdistError, ValueError):
     """A user's mistake, detected before any process starts or any file is overwritten.

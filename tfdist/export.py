@@ -1,7 +1,8 @@
 """``python -m tfdist.export SOURCE DIRECTORY``: export a trained model for model servers.
 
-SOURCE is a ``.keras`` file, the run directory of a ``tfdist.train``, or a directory of checkpoints
-with ``--model file.py:function``. The version is checked before it is published.
+SOURCE is a ``.keras`` file, the run directory of a ``tfdist.train``, the directory of a sweep (the
+best model of its best trial), or a directory of checkpoints with ``--model file.py:function``. The
+version is checked before it is published.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.argument_parser import Parser, reading_file, run_program
-from tfdist.errors import EXIT_OK, TfdistError, mutually_exclusive, require_packages
+from tfdist.errors import EXIT_OK, TfdistError, mutually_exclusive, require, require_packages
+from tfdist.outputs.sweep_journal import JOURNAL
 
 _LOG = logging.getLogger("tfdist.export")
 _LOOK_EVERY_S = 0.25
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m tfdist.export", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("source", type=Path, help="a .keras file, a run directory, or checkpoints")
+    parser.add_argument("source", type=Path, help="a .keras file, run, sweep, or checkpoints")
     parser.add_argument("directory", type=Path, help="write DIRECTORY/NAME/VERSION")
     parser.add_argument("--name", help="name in the server's URLs (default: the model's name)")
     parser.add_argument("--version", type=int, help="default: newest version plus one")
@@ -48,6 +50,13 @@ def _export(argv: Sequence[str] | None) -> int:
     mutually_exclusive({"--step": options.step, "--best": options.best})
     mutually_exclusive({"--follow": options.follow, "--step": options.step})
     mutually_exclusive({"--follow": options.follow, "--version": options.version})
+    require(
+        not (options.follow and (options.source / JOURNAL).is_file()),
+        "--follow",
+        f"{options.source} is a sweep",
+        fix="name the run directory of a trial, or leave --follow out",
+        code="exclusive",
+    )
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     if options.follow:

@@ -409,6 +409,7 @@ class SweepFlags:
         least=1,  # KerasTuner draws another one for 0
     )
     show: str | None = option(None, "print the sweep in this directory and exit")
+    best: str | None = option(None, "print the best trial of the sweep in this directory and exit")
 
 
 # Configuration of `tfdist.train`

@@ -1,7 +1,8 @@
 """``python -m tfdist.tune --config configs/digits_sweep.py --tuner random --max_trials 20``.
 
 Searches for hyperparameters with KerasTuner. Each trial is a job of `tfdist.launch`. Run the same
-command again to resume an interrupted sweep. ``--show DIR`` prints a sweep.
+command again to resume an interrupted sweep. ``--show DIR`` prints a sweep, and
+``--best DIR`` its best trial.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from tfdist.argument_parser import run_program
 from tfdist.configs import command_line
@@ -18,7 +18,7 @@ from tfdist.errors import EXIT_OK, require_packages
 from tfdist.tuning import sweep
 from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.options import help_text, parse
-from tfdist.tuning.results import show
+from tfdist.tuning.results import show, show_best
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +34,9 @@ def _run(words: Sequence[str]) -> int:
     if options is None:
         print(help_text(full="--helpfull" in words))
         return EXIT_OK
-    if isinstance(options, Path):
-        show(options)
+    if isinstance(options, tuple):
+        view, sweep_dir = options
+        {"show": show, "best": show_best}[view](sweep_dir)
         return EXIT_OK
     require_packages("tfdist.tune", "keras_tuner", "sklearn", "tensorboard", extra="tune")
     sweep.require_alone("tfdist.tune", os.environ)

@@ -288,6 +288,38 @@ def test_sparse_and_ragged_arrays_are_for_keras_own_loop(strategies, monkeypatch
     assert routing._reason_for_keras(model, {"x": X, "validation_data": (X, Y)}) is None
 
 
+def test_a_fast_development_run_does_some_batches_and_writes_nothing(make, blocks, tmp_path):
+    seen = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append((epoch, logs))
+
+        def on_test_batch_end(self, batch, logs=None):
+            seen.append(batch)
+
+    callbacks = [
+        Looks(),
+        tfdist.BackupAndRestore(tmp_path / "backup"),
+        tfdist.ModelCheckpoint(tmp_path / "model.keras"),
+        keras.callbacks.CSVLogger(tmp_path / "log.csv"),
+        keras.callbacks.EarlyStopping("val_loss"),
+    ]
+    options = {"batch_size": 10, "validation_data": (X, Y), "validation_freq": 3, "verbose": 0}
+    options |= {"epochs": 7, "initial_epoch": 5, "callbacks": callbacks}
+    model = make()
+    model.fit(X, Y, **{**options, "callbacks": [tfdist.Run(fast_dev_run=2), *callbacks]})
+    assert seen[:2] == [0, 1]
+    assert seen[2][0] == 0
+    assert "val_loss" in seen[2][1]
+    assert sum(last - first for first, last in blocks) == 2
+    tfdist.fit(model, X, Y, fast_dev_run=True, **options)
+    assert sum(last - first for first, last in blocks) == 3
+    assert list(tmp_path.iterdir()) == []
+    wrong = refused(lambda: tfdist.fit(model, X, Y, fast_dev_run=-1))
+    assert wrong == ("fast_dev_run", "not-an-int")
+
+
 # The run directory: `metrics.jsonl` of every fit in it.
 
 
@@ -329,6 +361,7 @@ def test_a_callback_of_its_own_that_writes_the_file_is_the_only_one(
 
     model = in_run_dir(strategies, monkeypatch, tmp_path / "run")
     model.fit(X, Y, batch_size=10, verbose=0, callbacks=Own())
+    tfdist.fit(model, X, Y, batch_size=10, verbose=0, fast_dev_run=True)
     assert steps_of(tmp_path / "run") == []
 
 

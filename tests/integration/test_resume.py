@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import tempfile
+import types
 import zipfile
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tfdist.checkpoint import CheckpointStore, callback_state
 from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, TfdistError
 from tfdist.strategy import Job, job_of
-from tfdist.training import resume
+from tfdist.training import loop, resume
 
 EARLIER = Path(__file__).parents[1] / "unit" / "data" / "run" / "checkpoints"
 RNG = np.random.RandomState(0)
@@ -61,6 +62,37 @@ def fit(model, directory, more=(), **options):
         model, X, Y, verbose=0, validation_data=(X, Y), callbacks=[*callbacks(), backup, *more],
         **options,
     )  # fmt: skip
+
+
+class Ticking(keras.callbacks.Callback):
+    """Lets the run's clock advance by a second in each step."""
+
+    now_s = 0.0
+
+    def on_train_batch_end(self, batch, logs=None):
+        Ticking.now_s += 1
+
+
+def test_max_time_counts_the_whole_run_and_a_longer_one_continues_with_the_same_bits(
+    strategies, tmp_path, monkeypatch, warnings
+):
+    whole = make(strategies[1])
+    expected = fit(whole, tmp_path / "whole", [Ticking()])
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: Ticking.now_s))
+    # Twelve steps are an epoch: the time is over within an epoch and at its end.
+    for max_time, steps in (6.5, 7), (6, 7), ({"seconds": 24}, 24), ("00:00:00:29", 29), (None, 48):
+        model = make(strategies[1])
+        history = fit(model, tmp_path / "run", [Ticking()], max_time=max_time)
+        assert CheckpointStore(tmp_path / "run").steps()[-1] == steps
+    assert bits(model) == bits(whole)
+    assert json.dumps(history.history) == json.dumps(expected.history)
+    said = [line for line in warnings() if line.startswith("max_time")]
+    assert [line.partition(";")[0] for line in said] == [
+        f"max_time: the run stops after {step} s at step {step}" for step in (7, 7, 24, 29)
+    ]
+    for wrong in ("1:00", -1, "soon"):
+        _, code = refused(lambda wrong=wrong: fit(model, tmp_path / "run", max_time=wrong))
+        assert code == "not-a-number"
 
 
 def test_a_run_that_was_cut_or_is_made_longer_ends_with_the_same_bits(strategies, tmp_path):

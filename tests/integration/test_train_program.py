@@ -15,8 +15,10 @@ import pytest
 
 from tests import forked_python
 from tests.processes import until
+from tests.refusals import refused
 from tfdist.checkpoint.state import weights_sha256
 from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.sweep_journal import JOURNAL, Journal
 
 DEADLINE_S = 150
 SHORT = ("--config.total_examples=1000", "--config.checkpoints=3", "--config.global_batch_size=50")
@@ -89,6 +91,34 @@ def test_a_run_saves_its_model_and_is_exported_with_its_normalisation_inside(fin
     np.testing.assert_allclose(found, wanted, atol=1e-4)
     manifest = json.loads((place / "manifest.json").read_text())
     assert (manifest["run"], manifest["step"]) == (str(finished), 21)
+
+
+def test_a_sweep_is_exported_as_the_best_model_of_its_best_trial(finished, tmp_path):
+    from tfdist.serving.export import read_model
+
+    sweep, retrained = tmp_path / "sweep", tmp_path / "sweep" / "best" / "model.keras"
+    (sweep / "trials").mkdir(parents=True)
+    journal = Journal(sweep / JOURNAL, time_of_day=lambda: 1.0)
+    journal.add("begun", objective="val_loss", direction="min")
+    assert refused(lambda: read_model(sweep)) == (str(sweep), "no-best")
+    for trial, score in ("0", 0.5), ("1", 0.3):
+        journal.add("asked", trial=trial, values={}, run=trial, until=None)
+        ended = {"history": [], "reason": "", "last_lines": [], "best_virtual_epoch": 1}
+        journal.add("ended", trial=trial, status="COMPLETED", score=score, **ended)
+    # A program in Python: its checkpoints have no model.
+    assert refused(lambda: read_model(sweep)) == (str(sweep), "not-a-source")
+    journal.add("retrained", trial="1")
+    retrained.parent.mkdir()
+    shutil.copy(finished / "model.keras", retrained)
+    assert read_model(sweep)[1]["file"] == str(retrained)
+    # A config file.
+    shutil.copytree(finished, sweep / "trials" / "1")
+    model, origin = read_model(sweep)
+    wanted, best = read_model(finished, best=True)
+    assert (origin["run"], origin["step"]) == (str(sweep / "trials" / "1"), best["step"])
+    assert weights_sha256(model) == weights_sha256(wanted)
+    words = ("-m", "tfdist.export", str(sweep), str(tmp_path), "--follow")
+    assert "--follow: " in forked_python.run(*words, timeout=DEADLINE_S).stderr
 
 
 def test_a_run_is_exported_in_its_precision(finished):

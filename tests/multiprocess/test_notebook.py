@@ -1,5 +1,6 @@
 """Jobs from the cells of a notebook, in a real kernel."""
 
+import re
 import signal
 import time
 
@@ -59,6 +60,38 @@ def test_the_notebook_of_the_docs_runs_and_shows_what_its_tasks_print(environmen
 def test_the_notebook_is_kept_without_what_it_printed():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
+
+
+CELLS = [
+    """
+import keras, numpy as np, tfdist
+def train(x, lr):
+    with tfdist.make_strategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(lr), "mse")
+    history = model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0)
+    assert np.isclose(float(model.optimizer.learning_rate), lr)
+    return history
+tfdist.spawn(train, np.ones((64, 4), "float32"), lr=0.01, workers=2)
+""",
+    "train(np.ones((64, 4), 'float32'), 0.02)",
+    "tfdist.spawn(train, workrs=3)",
+]
+
+
+def test_a_cell_shows_progress_a_table_of_the_history_and_errors_in_one_line(environment):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in CELLS])
+    options = {"timeout": DEADLINE_S, "kernel_name": "python3", "allow_errors": True}
+    nbclient.NotebookClient(notebook, **options).execute()
+    spawned, alone, failed = [cell.outputs for cell in notebook.cells]
+    for outputs in (spawned, alone):
+        (result,) = [o for o in outputs if o.output_type == "execute_result"]
+        assert "<td>loss</td>" in result.data["text/html"], outputs
+    (progress,) = [o.data["text/plain"] for o in spawned if o.output_type == "display_data"]
+    assert re.fullmatch(r"ended, attempt 1(, step \d+)?(, [\d.e+]+ steps/s)?", progress), spawned
+    (error,) = failed
+    assert error.traceback == [f"UsageError: {error.evalue}"]
+    assert "did you mean 'workers'?" in error.evalue
 
 
 def test_interrupting_the_kernel_stops_the_job_with_a_save(environment):

@@ -1,5 +1,6 @@
 """What `tfdist.spawn` refuses before anything is started, and what it makes of a job's answers."""
 
+import functools
 import io
 import json
 import linecache
@@ -75,6 +76,19 @@ def test_options_are_the_launchers_and_refused_as_there(options, where, code):
         assert "did you mean 'max_restarts'?" in str(error)
 
 
+def test_other_keywords_are_arguments_of_the_function():
+    def fn(x, rate, workers=1, *, ps=0):
+        pass
+
+    assert spawning._keywords(fn, (1,), {"rate": 0.1, "max_restarts": 2}) == {"rate": 0.1}
+    assert spawning._keywords(fn, (1, 0.1, 3), {"workers": 2}) == {}
+    assert spawning._keywords(functools.partial(fn, workers=3), (1,), {"workers": 2}) == {}
+    assert spawning._keywords(lambda **more: 0, (), {"a": 1, "run_dir": "run"}) == {"a": 1}
+    assert refusal(fn, 1, rate=0.1, workers=2).code == "exclusive"
+    assert refusal(fn, 1, rate=0.1, ps=1).code == "exclusive"
+    assert "did you mean 'rate'?" in str(refusal(fn, 1, ratte=0.1))
+
+
 def test_keywords_become_flags():
     def flags(strategy, workers=None, ps=0, **more):
         return spawning._flags(strategy, workers, ps, more)
@@ -113,7 +127,7 @@ def test_a_failure_is_told_to_who_ignores_the_ends_of_processes(tmp_path_factory
     """The kernel gives such a program no exit code, and Python 0 for it."""
     run_dir = tmp_path_factory.mktemp("run")
 
-    def run(flags):
+    def run(flags, progress):
         entry = {"exit_code": 3, "first_failure": None}
         (run_dir / "report.json").write_text(json.dumps({"attempts": [entry]}))
         return 0, False, ["said"]
@@ -134,7 +148,7 @@ def test_answers_of_attempts_that_failed_do_not_count(tmp_path_factory, monkeypa
     last = {"attempt": 2, "first_failure": {"task": "worker-0", "cause": "killed by SIGKILL"}}
 
     def ended_with(code):
-        def run(flags):
+        def run(flags, progress):
             for answer in (error, result):
                 spawning._answer(Path(flags[-1]), answer)
             (run_dir / "report.json").write_text(json.dumps({"attempts": [{"attempt": 1}, last]}))
@@ -163,8 +177,8 @@ def test_what_the_callers_output_has_no_letters_for_does_not_end_the_job(monkeyp
 def test_the_lines_of_cells_go_along_and_those_of_files_do_not(monkeypatch):
     cells = {"<cell>": (3, None, ["a\n"], "<cell>"), "/x.py": (3, 1.0, ["b\n"], "/x.py")}
     monkeypatch.setattr(linecache, "cache", cells)
-    given = pickle.loads(spawning._pickled(by_value("def fn(): return 1"), ()))
+    given = pickle.loads(spawning._pickled(by_value("def fn(): return 1"), (), {}))
     assert given["cells"] == {"<cell>": ["a\n"]}
     assert given["path"] == sys.path
-    fn, args = pickle.loads(given["call"])
-    assert (fn(), args) == (1, ())
+    fn, args, keywords = pickle.loads(given["call"])
+    assert (fn(), args, keywords) == (1, (), {})

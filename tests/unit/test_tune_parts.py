@@ -104,7 +104,7 @@ def test_the_command_line_of_the_page_is_read():
     assert options.config_flags == ("--config.dropout=0.1",)
     assert options.sweep_dir == Path("runs/digits_sweep-bayesian")
     assert options.tasks_per_trial == 5
-    assert parse(["--show", "runs/x"]) == Path("runs/x")
+    assert parse(["--show", "runs/x"]) == ("show", Path("runs/x"))
     assert "received no --config" in str(refusal(lambda: parse(["--tuner", "grid"])))
 
 
@@ -485,6 +485,26 @@ def test_the_leaderboard_of_a_directory_is_shown_also_where_nothing_can_be_writt
         results.show(tmp_path)
     assert "not finished: the sweep is running; best 0.3000" in capsys.readouterr().out
     assert refused(lambda: results.show(tmp_path / "nowhere")) == ("--show", "no-sweep")
+
+
+def test_the_best_trial_is_printed_with_values_that_can_be_copied(tmp_path, capsys):
+    sweep(tmp_path)
+    results.show_best(tmp_path)
+    run_dir = tmp_path / "trials" / "1"
+    lines = ["trial  1, virtual epoch 1", "loss   0.3", "lr     0.1", "opt    adam"]
+    assert capsys.readouterr().out.splitlines() == [*lines, f"run    {run_dir}"]
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.json").write_text("{}")
+    (run_dir / "report.json").write_text('{"job": {"command": "python -m tfdist.launch"}}')
+    assert parse(["--best", str(tmp_path)]) == ("best", tmp_path)
+    results.show_best(tmp_path)
+    more = [f"config   {run_dir}/config.json", "command  python -m tfdist.launch"]
+    assert capsys.readouterr().out.splitlines()[-2:] == more
+    assert refused(lambda: results.show_best(tmp_path / "nowhere")) == ("--best", "no-sweep")
+    (tmp_path / "new").mkdir()
+    book = journal(tmp_path / "new")
+    book.add("begun", tuner="random", objective="loss", direction="min")
+    assert refused(lambda: results.show_best(tmp_path / "new")) == ("--best", "no-best")
 
 
 def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path):

@@ -52,6 +52,7 @@ class RunState:
       seed: Seed of the run.
       stopped: True if a callback asked to stop the training.
       fingerprint: Settings that must stay the same in every attempt of the run.
+      seconds: Duration of the run so far.
     """
 
     step: int
@@ -59,6 +60,7 @@ class RunState:
     seed: int
     stopped: bool
     fingerprint: Mapping[str, Any]
+    seconds: float = dataclasses.field(default=0.0, compare=False)
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -374,7 +376,7 @@ def _place(job: Job) -> dict[str, Any]:
 
 def _run_state(checkpoint: Checkpoint) -> RunState:
     names = [field.name for field in dataclasses.fields(RunState)]
-    return RunState(**{name: checkpoint.meta[name] for name in names})
+    return RunState(**{name: checkpoint.meta[name] for name in names if name in checkpoint.meta})
 
 
 def _of_all_tasks(checkpoint: Checkpoint) -> dict[str, Any]:

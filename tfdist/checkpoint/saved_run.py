@@ -18,7 +18,7 @@ from tfdist.checkpoint.store import Checkpoint, CheckpointStore, Location
 
 _VARIABLE = re.compile(r"(weights|optimizer|metrics|states)/(0|[1-9]\d{0,8})")
 _TYPES = {"seed": int, "stopped": bool, "fingerprint": dict, "variables": dict, "callbacks": dict}
-_OF_LATER_VERSIONS = {"configuration": dict, "place": dict, "stages": dict}
+_OF_LATER_VERSIONS = {"configuration": dict, "place": dict, "stages": dict, "seconds": float}
 
 
 class RunStore(CheckpointStore):

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import inspect
+import json
 import linecache
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -26,16 +29,19 @@ from types import FrameType
 from typing import Any
 
 from tfdist.cluster import read_environment
-from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near
+from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near, require
 from tfdist.launch.ending import SPAWN
 from tfdist.launch.events import exit_code_of
 from tfdist.launch.guardian import MARK, bound_command
+from tfdist.launch.live import LIVE_FILE
 from tfdist.launch.options import parse
 from tfdist.launch.run_dir import chosen_run_dir, earlier_attempts
 from tfdist.options import HostFlags, LaunchFlags, names_of, table
 
 _OPTIONS = [name for name in names_of(LaunchFlags) if name not in (*table(HostFlags), "resume")]
+_DEFAULTS = {"strategy": "multiworker", "workers": None, "ps": 0}
 _READ_BYTES = 1 << 16
+_PROGRESS_S = 1.0
 _FUNCTION, _ANSWERS = "function", "answers"
 _LINES_KEPT = 20
 
@@ -50,9 +56,10 @@ def spawn(
 ) -> Any:
     """Run a function as a job on this machine and return the chief's result.
 
-    Every task calls ``fn(*args)`` in a new process. The tasks' output is written to `sys.stdout`,
-    with the task's name before each line. Ctrl-C, or interrupting a notebook's kernel, stops the
-    job. A `fit` with `BackupAndRestore` then saves a checkpoint.
+    Every task calls the function in a new process. The tasks' output is written to `sys.stdout`,
+    with the task's name before each line. A notebook also shows the job's step. Ctrl-C, or
+    interrupting a notebook's kernel, stops the job. A `fit` with `BackupAndRestore` then saves a
+    checkpoint.
 
     Args:
       fn: Function to run. A function of ``__main__`` or of a notebook cell is pickled with the
@@ -61,13 +68,15 @@ def spawn(
       strategy: Strategy, as the launcher's ``--strategy`` (default: "multiworker").
       workers: Number of workers, as ``--workers`` (default under multiworker and ps: 2).
       ps: Number of parameter servers, as ``--ps`` (default: 1 in a ps job, else none).
-      **options: Other flags of the launcher by name, such as ``max_restarts=3``.
+      **options: Other flags of the launcher by name, such as ``max_restarts=3``. Any other keyword
+        is an argument of `fn`.
 
     Returns:
       The result of `fn` in the chief, or None if `fn` called `sys.exit`.
 
     Raises:
-      UsageError: An option is invalid, or the caller is a task of a job. No task was started.
+      UsageError: An option is invalid, a keyword is both an option and an argument of `fn`, or
+        the caller is a task of a job. No task was started.
       TypeError, pickle.PicklingError: The function cannot be pickled. No task was started.
       JobFailed: The job failed. The error has the first failed task and its traceback. The task's
         exception is the cause.
@@ -80,16 +89,21 @@ def spawn(
             fix="call the function directly",
             code="nested-spawn",
         )
+    named = {"strategy": strategy, "workers": workers, "ps": ps}
+    changed = {name: value for name, value in named.items() if value != _DEFAULTS[name]}
+    keywords = _keywords(fn, args, {**options, **changed})
+    options = {name: value for name, value in options.items() if name not in keywords}
     run_dir = chosen_run_dir(options.pop("run_dir", None), os.environ)
     flags = _flags(strategy, workers, ps, {**options, "run_dir": str(run_dir)})
     parse([*flags, "-m", SPAWN])
-    payload = _pickled(fn, args)
+    payload = _pickled(fn, args, keywords)
     with tempfile.TemporaryDirectory(prefix="tfdist-spawn-") as name:
         folder = Path(name)
         (folder / _FUNCTION).write_bytes(payload)
         (folder / _ANSWERS).mkdir()
         before = len(earlier_attempts(run_dir))
-        code, is_interrupted, lines = _run([*flags, "-m", SPAWN, name])
+        progress = _progress(run_dir / LIVE_FILE)
+        code, is_interrupted, lines = _run([*flags, "-m", SPAWN, name], progress)
         answers = _answers(folder)
     if entries := earlier_attempts(run_dir)[before:]:
         answers = [answer for answer in answers if answer["attempt"] == entries[-1]["attempt"]]
@@ -104,17 +118,46 @@ def spawn(
     raise _failed(code, failure, answers, lines)
 
 
+def _keywords(
+    fn: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the keywords that are arguments of `fn`, and not options of the launcher.
+
+    Raises UsageError for a keyword that is neither or both.
+    """
+    kinds = inspect.Parameter
+    parameters: Mapping[str, inspect.Parameter]
+    try:
+        signature = inspect.signature(fn)
+        parameters = signature.parameters
+        taken = {*signature.bind_partial(*args).arguments, *getattr(fn, "keywords", ())}
+    except (TypeError, ValueError):  # not known, or an error that the call will raise
+        parameters, taken = {}, set()
+    own = {n for n, p in parameters.items() if n not in taken and p.kind != kinds.POSITIONAL_ONLY}
+    takes_any = any(p.kind == kinds.VAR_KEYWORD for p in parameters.values())
+    for name in given:
+        is_option = name in _OPTIONS
+        require(
+            not (is_option and name in own),
+            "tfdist.spawn",
+            f"{name} is an option of the launcher and an argument of the function",
+            fix=f"pass the argument by position, or rename it; {name} as a keyword is the option",
+            code="exclusive",
+        )
+        require(
+            is_option or name in own or takes_any,
+            "tfdist.spawn",
+            f"{name} is no option of the launcher and no argument of the function"
+            f"{near(name, [*_OPTIONS, *own])}",
+            fix="see python -m tfdist.launch --help for the options",
+            code="unknown-option",
+        )
+    return {name: value for name, value in given.items() if name not in _OPTIONS}
+
+
 def _flags(
     strategy: str, workers: int | None, ps: int, options: Mapping[str, Any]
 ) -> Sequence[str]:
-    for name in options:
-        if name not in _OPTIONS:
-            raise UsageError(
-                "tfdist.spawn",
-                f"the launcher has no option {name!r}{near(name, _OPTIONS)}",
-                fix="see python -m tfdist.launch --help, and pass fn's arguments by position",
-                code="unknown-option",
-            )
     several = strategy in ("multiworker", "ps")
     given = {
         "strategy": strategy,
@@ -128,11 +171,11 @@ def _flags(
 # Files to and from the tasks.
 
 
-def _pickled(fn: Any, args: Sequence[Any]) -> bytes:
+def _pickled(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bytes:
     """Return the pickled function, with the data that a task needs to load and trace it."""
     import cloudpickle
 
-    call = cloudpickle.dumps((fn, tuple(args)))
+    call = cloudpickle.dumps((fn, tuple(args), dict(keywords)))
     of_caller = {"path": list(sys.path), "argv": list(sys.argv), "cells": _cells()}
     return pickle.dumps({**of_caller, "call": call})
 
@@ -178,7 +221,9 @@ def _failed(
 # The launcher as a child process.
 
 
-def _run(flags: Sequence[str]) -> tuple[int, bool, Sequence[str]]:
+def _run(
+    flags: Sequence[str], progress: Callable[[], None] | None = None
+) -> tuple[int, bool, Sequence[str]]:
     """Run the launcher. Return its exit code, whether it was interrupted, and its last lines."""
     process: subprocess.Popen[bytes] | None = None
     requests: list[int] = []
@@ -200,7 +245,7 @@ def _run(flags: Sequence[str]) -> tuple[int, bool, Sequence[str]]:
         try:
             if requests:
                 process.send_signal(signal.SIGINT)
-            lines = _shown(process)
+            lines = _shown(process, progress)
             return exit_code_of(process.wait()), bool(requests), lines
         finally:
             _end(process)
@@ -221,13 +266,26 @@ def _interrupts_to(handler: Callable[[int, FrameType | None], None]) -> Iterator
         signal.signal(signal.SIGINT, before)
 
 
-def _shown(process: subprocess.Popen[bytes]) -> Sequence[str]:
-    """Copy the launcher's output to `sys.stdout` until it exits, and return the last lines."""
+def _shown(
+    process: subprocess.Popen[bytes], progress: Callable[[], None] | None = None
+) -> Sequence[str]:
+    """Copy the launcher's output to `sys.stdout` until it exits, and return the last lines.
+
+    Call `progress` about once a second.
+    """
     assert process.stdout is not None
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     lines: deque[str] = deque([""], maxlen=_LINES_KEPT)
-    while data := os.read(process.stdout.fileno(), _READ_BYTES):
+    fd = process.stdout.fileno()
+    while True:
+        while progress and not select.select([fd], [], [], _PROGRESS_S)[0]:
+            progress()
+        data = os.read(fd, _READ_BYTES)
+        if progress:
+            progress()
+        if not data:
+            break
         text = decoder.decode(data)
         # A character that the caller's encoding lacks must not stop the job.
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -236,6 +294,34 @@ def _shown(process: subprocess.Popen[bytes]) -> Sequence[str]:
         lines[-1] += first
         lines.extend(more)
     return [line for line in lines if line]
+
+
+def _progress(live_file: Path) -> Callable[[], None] | None:
+    """Return a function that shows the job's step in the cell of a notebook, None elsewhere."""
+    if "ipykernel" not in sys.modules:
+        return None
+    from IPython.display import display
+
+    handle: Any = None
+    last: Any = None
+
+    def show() -> None:
+        nonlocal handle, last
+        try:
+            live = json.loads(live_file.read_text())
+            step = f", step {live['step']}" if live["step"] else ""
+            rate = f", {live['steps_per_s']:.3g} steps/s" if live["steps_per_s"] else ""
+            text = f"{live['state']}, attempt {live['attempt']}{step}{rate}"
+        except (OSError, ValueError, LookupError):  # not written yet
+            return
+        if text != last:
+            last, line = text, {"text/plain": text}
+            if handle is None:
+                handle = display(line, raw=True, display_id=True)
+            else:
+                handle.update(line, raw=True)
+
+    return show
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -263,8 +349,8 @@ def serve(argv: Sequence[str]) -> None:
     attempt = config.options.attempt if config else 1
     me = {"task": str(config.task) if config else "", "attempt": attempt}
     try:
-        fn, args = pickle.loads(given["call"])
-        value = fn(*args)
+        fn, args, keywords = pickle.loads(given["call"])
+        value = fn(*args, **keywords)
         if config is None or config.task == config.cluster.chief_task:
             _answer(folder, {"kind": "result", **me, "value": cloudpickle.dumps(value)})
     except Exception as error:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError, UsageError, require
 from tfdist.files import fsync, one_line_errors, open_untrusted
 
-JOURNAL, TRIALS, LOCK = "journal.jsonl", "trials", ".chief.lock"
-"""Names in a sweep's directory: journal, directory of the trials' runs, lock of the chief."""
+JOURNAL, TRIALS, LOCK, RETRAINED = "journal.jsonl", "trials", ".chief.lock", "best"
+"""Names in a sweep's directory: journal, trials' runs, lock of the chief, run of the retraining."""
 
 
 class Journal:
@@ -243,6 +243,30 @@ def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
     for line in lines:
         state.apply(line)
     return state
+
+
+def best_trial(path: Path, *, where: str) -> tuple[SweepState, Trial]:
+    """Return the state of the sweep in a directory, and its best trial.
+
+    Raises UsageError at `where` if the directory has no sweep, or if no trial is completed.
+    """
+    state = fold(read(path / JOURNAL))
+    require(
+        state.begun,
+        where,
+        f"there is no sweep in {path} ({JOURNAL} is missing)",
+        fix="give the --sweep_dir of the sweep",
+        code="no-sweep",
+    )
+    ranked = state.ranked()
+    require(
+        ranked,
+        where,
+        f"no trial of the sweep in {path} is completed",
+        fix=f"wait for its first trial, or print its failures with tfdist tune --show {path}",
+        code="no-best",
+    )
+    return state, ranked[0]
 
 
 def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:

@@ -33,6 +33,7 @@ from tfdist.checkpoint.warm_start import load_model_file, loading, set_weights
 from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.sweep_journal import JOURNAL, RETRAINED, TRIALS, best_trial
 from tfdist.serving.protocol import version_number
 from tfdist.serving.versions import find_models
 from tfdist.strategy import broadcast, job_of
@@ -470,11 +471,16 @@ def read_model(
 ) -> tuple[keras.Model, dict[str, Any]]:
     """Return the model in `source`, without a strategy, and the origin of its weights.
 
-    The source is a `.keras` file (read in Keras' safe mode), a run directory of `tfdist.train`, or
-    a directory written by `tfdist.BackupAndRestore`. `make` is a ``file.py:function`` that returns
-    the checkpoints' model, or the ``model.json`` of `PublishModel`. Raises
-    UsageError if the file or checkpoint is missing or belongs to another model.
+    The source is a `.keras` file (read in Keras' safe mode), a run directory of `tfdist.train`, a
+    directory written by `tfdist.BackupAndRestore`, or a sweep, which stands for the best model of
+    its best trial. `make` is a ``file.py:function`` that returns the checkpoints' model, or the
+    ``model.json`` of `PublishModel`. Raises UsageError if the file or checkpoint is missing or
+    belongs to another model.
     """
+    if (source / JOURNAL).is_file():
+        source = _best_run(source, make=make)
+        if source.is_dir() and step is None:
+            best = RunStore(_checkpoints_in(source)).best() is not None
     if source.suffix == ".keras":
         problem = "--step, --best and --model need checkpoints, not a .keras file"
         require(
@@ -524,6 +530,26 @@ def newest_in(source: Path, *, best: bool = False) -> str | None:
     step = store.best() if best else store.latest()
     written_at = None if step is None else store.written_at(step)
     return None if written_at is None else f"{step}:{written_at}"
+
+
+def _best_run(sweep: Path, *, make: str | None) -> Path:
+    """Return the run directory of a sweep's best trial, or the model that was trained again.
+
+    The trial's checkpoints have no model if its program is in Python and `make` is not given.
+    """
+    state, trial = best_trial(sweep, where=str(sweep))
+    run, again = RunDirectory(sweep / TRIALS / trial.run), RunDirectory(sweep / RETRAINED)
+    if make is not None or run.config_file.exists():
+        return run.path
+    require(
+        state.retrained == trial.id and again.model_file.exists(),
+        str(sweep),
+        f"trial {trial.id} has checkpoints without a model",
+        fix="run the sweep again with --retrain_best (or retrain_best=True), or say which "
+        "function makes the model: --model train.py:make_model",
+        code="not-a-source",
+    )
+    return again.model_file
 
 
 def _checkpoints_in(source: Path) -> Path:

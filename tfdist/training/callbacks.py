@@ -12,6 +12,8 @@ or None. The engine calls ``resumed_at(step)`` with the first step of a resumed 
 from __future__ import annotations
 
 import contextlib
+import html
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +22,7 @@ import keras
 from keras.src.callbacks import CallbackList
 from keras.src.utils.python_utils import is_default
 
+from tfdist.checkpoint.backup import BackupAndRestore, less_is_better
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training import trackers
@@ -43,6 +46,26 @@ _BLOCK_IS_ENOUGH = (
 _HOOKS_OF_A_TUNER = ("on_batch_begin", "on_batch_end")
 
 
+class History(keras.callbacks.History):
+    """Keras' `History`, which a notebook shows as a table of the last and best values."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_model": None}  # so that `spawn` can return it
+
+    def _repr_html_(self) -> str:
+        rows = ["<tr><th>metric</th><th>last</th><th>best</th></tr>"]
+        for name, values in self.history.items():
+            numbers = [v for v in values if isinstance(v, int | float) and math.isfinite(v)]
+            if numbers:
+                best = ""
+                with contextlib.suppress(UsageError):  # the better direction is unknown
+                    better = min if less_is_better(name, "auto", where=name) else max
+                    best = f"{better(numbers):.4g}"
+                cells = html.escape(name), f"{values[-1]:.4g}", best
+                rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        return f"<table>{''.join(rows)}</table>"
+
+
 def callback_list(
     callbacks: Any,
     *,
@@ -61,19 +84,29 @@ def callback_list(
     for callback in given:
         _require_callback(callback)
         _require_whole_weights(callback, job)
+    if history and not any(isinstance(c, keras.callbacks.History) for c in given):
+        given.append(History())
     if job.is_chief:
         given = [trackers.wrapped(callback) for callback in given]
     else:
         given = [c for c in given if not _is_chiefs(c)]
     return CallbackList(
         given,
-        add_history=history,
         add_progbar=job.is_chief and verbose != 0,
         verbose=1 if verbose == "auto" else verbose,
         epochs=epochs,
         steps=steps,
         model=model,
     )
+
+
+def writes_files(callback: Any) -> bool:
+    """Return whether a callback saves or logs, so that a fast development run leaves it out."""
+    saves = isinstance(callback, BackupAndRestore | keras.callbacks.BackupAndRestore)
+    is_writer = isinstance(callback, _WRITERS) and not isinstance(
+        callback, keras.callbacks.ProgbarLogger
+    )
+    return saves or is_writer or trackers.package_of(callback) is not None
 
 
 def _is_chiefs(callback: keras.callbacks.Callback) -> bool:

@@ -18,12 +18,13 @@ from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.publish import publish_from
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.data.draws import draws_nothing
-from tfdist.errors import require, require_int
+from tfdist.errors import EXIT_OK, require, require_int
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.strategy.group import require_same_place
 from tfdist.training import building, inputs, kept, keras_compat, resume
 from tfdist.training.agreement import require_same_lengths
 from tfdist.training.blocks import BlockRunner, naming_bad_data
+from tfdist.training.callbacks import writes_files
 from tfdist.training.engines import engine_for, naming_a_lost_server
 from tfdist.training.evaluation import Evaluation, evaluate_checkpoints, evaluator_of
 from tfdist.training.inputs import Length
@@ -88,6 +89,13 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
         next run resumes from its last checkpoint.
     """
     callbacks, run = run_of(callbacks, settings)
+    most_epochs, most_steps = keras.config.max_epochs(), keras.config.max_steps_per_epoch()
+    if batches := run.dev_batches:
+        callbacks = [callback for callback in callbacks if not writes_files(callback)]
+        run = dataclasses.replace(run, virtual_epochs=None)
+        most_epochs, most_steps = 1, batches
+        validation_steps = min(batches, validation_steps or batches)
+        initial_epoch, validation_freq = 0, 1
     job = building.job_for(model, doing="fit")
     building.require_compiled(model, doing="fit")
     optimizer, variables = model.optimizer, model.trainable_variables
@@ -117,7 +125,11 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
         size = validation_batch_size or batch_size
         return Evaluation(model, job, engine, given, batch_size=size, steps=validation_steps)
 
-    evaluator = evaluator_of(callbacks, job=job, validation_data=validation_data)
+    if batches and job.is_evaluator:
+        raise SystemExit(EXIT_OK)  # there are no checkpoints
+    evaluator = None
+    if not batches:
+        evaluator = evaluator_of(callbacks, job=job, validation_data=validation_data)
     if evaluator is not None and job.is_evaluator:
         evaluate_checkpoints(
             model,
@@ -143,8 +155,8 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
         data = (x, y, sample_weight, validation_data)
         sizes: tuple[Any, ...] = (batch_size, epochs, initial_epoch, steps_per_epoch, bool(shuffle))
         sizes += (validation_batch_size, validation_steps)
-        limits = (keras.config.max_epochs(), keras.config.max_steps_per_epoch())
-        key = partial(kept.key_of, model, job, run, data, *sizes, *limits)
+        sizes += (most_epochs, most_steps)
+        key = partial(kept.key_of, model, job, run, data, *sizes)
         if (last := kept.kept_of(model, key())) is not None:
             last.seed.assign(seed)
             keras_compat.fuse(model, fused=False)
@@ -164,8 +176,8 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
             steps_per_epoch=steps_per_epoch,
             virtual_epochs=run.virtual_epochs,
             overfit_batches=run.overfit_batches,
-            most_epochs=keras.config.max_epochs(),
-            most_steps=keras.config.max_steps_per_epoch(),
+            most_epochs=most_epochs,
+            most_steps=most_steps,
         ),
         shuffle=shuffle,
         seed=seed,
@@ -193,7 +205,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
         verbose=verbose,
         backups=backups,
         saved=saved,
-        max_staleness=run.max_staleness,
+        run=run,
         observers=observers,
     )
     return _train(model, job, engine, plan, key=key)
@@ -230,7 +242,7 @@ def _train(
                 plan.feed,
                 seed=plan.feed.seed,
                 exact=any(backup.exact for backup in plan.backups),
-                max_staleness=plan.max_staleness,
+                max_staleness=plan.run.max_staleness,
             )
             if plan.observers:
                 observers = [observer.observe(program, job) for observer in plan.observers]

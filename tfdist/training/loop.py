@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,8 +35,9 @@ from tfdist.training.callbacks import (
     wants_every_batch,
     wants_logs,
 )
-from tfdist.training.metrics_file import metrics_file
+from tfdist.training.metrics_file import MetricsFile, metrics_file
 from tfdist.training.program import RunObserver
+from tfdist.training.run import Run
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
 from tfdist.training.trackers import Tracker
 
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from tfdist.training.feed import Feed
 
 _LOG = logging.getLogger(__name__)
+_TIME_IS_OVER = (
+    "max_time: the run stops after %.3g s at step %d; a longer max_time continues a backup"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +65,7 @@ class RunPlan:
       verbose: same as in `fit`.
       backups: callbacks that save and restore.
       saved: state from which the first backup resumes, or None for a new run.
-      max_staleness: same as in `fit`.
+      run: settings of the run.
       observers: callbacks that observe steps.
     """
 
@@ -73,7 +78,7 @@ class RunPlan:
     verbose: Any = 0
     backups: Sequence[BackupAndRestore] = ()
     saved: RunState | None = None
-    max_staleness: int | None = None
+    run: Run = dataclasses.field(default_factory=Run)
     observers: Sequence[RunObserver] = ()
 
 
@@ -96,13 +101,14 @@ class TrainLoop:
         self._compiled = compiled_parts(blocks.model)
         self._requests = requests
         self._saved_step = None if plan.saved is None else plan.saved.step
+        self._seconds_before = 0.0 if plan.saved is None else plan.saved.seconds
+        self._began_s = time.monotonic()
+        self._max_time_s = plan.run.max_time_s
+        self._is_time_over = False
         self._warned = not self._job.is_chief
         given = keras.tree.flatten(plan.callbacks or [])
         self._callbacks = callback_list(
-            [
-                *given,
-                *metrics_file(given, self._epochs, job=self._job, initial_epoch=plan.initial_epoch),
-            ],
+            [*given, *self._metrics_file(given)],
             job=self._job,
             model=self._model,
             verbose=plan.verbose,
@@ -133,7 +139,7 @@ class TrainLoop:
         self._resume_between_epochs(start)
         logs: dict[str, Any] = {}
         for epoch in range(start, epochs.num_epochs):
-            if model.stop_training:
+            if model.stop_training or (self.step == epochs.step_starts[epoch] and self._is_over()):
                 break
             logs = self._run_epoch(epoch, is_first=epoch == start)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
@@ -142,6 +148,14 @@ class TrainLoop:
             self._callbacks.on_train_end(logs)
         self._finish()
         return model.history
+
+    def _metrics_file(self, callbacks: Sequence[Any]) -> list[MetricsFile]:
+        plan = self._plan
+        if plan.run.fast_dev_run:
+            return []
+        return metrics_file(
+            callbacks, self._epochs, job=self._job, initial_epoch=plan.initial_epoch
+        )
 
     def _prepare_trackers(self) -> None:
         """Start the trackers' journals beside the checkpoints, and resume the trackers' runs."""
@@ -184,8 +198,9 @@ class TrainLoop:
         with phases.entered("callback"):
             self._callbacks.on_epoch_end(epoch, logs)
         self._agree_to_stop()
-        for backup in plan.backups:
-            self._save(backup, ended=logs)
+        if not self._is_time_over:  # else the state within the epoch is saved
+            for backup in plan.backups:
+                self._save(backup, ended=logs)
         return logs
 
     def _run_steps(self, steps: range) -> None:
@@ -195,6 +210,12 @@ class TrainLoop:
           StopRequested: some task received a stop signal.
         """
         while self.step < steps.stop:
+            if self.step > steps.start and self._is_over():
+                self._blocks.finish()
+                for backup in self._plan.backups:
+                    self._save(backup)  # before the end of the epoch, which the next run repeats
+                self._model.stop_training = True
+                return
             decision = self._decide(steps.stop)
             if decision.stop or decision.signum is not None:
                 self._blocks.finish()
@@ -210,6 +231,20 @@ class TrainLoop:
                 for backup in self._plan.backups:
                     if decision.save or backup.wants(self.step):
                         self._save(backup)
+
+    def _seconds(self) -> float:
+        """Return the run's time, including the time before its checkpoint."""
+        return self._seconds_before + time.monotonic() - self._began_s
+
+    def _is_over(self) -> bool:
+        """Return whether the chief's clock has passed `max_time`. A collective if it is set."""
+        if self._max_time_s is None:
+            return False
+        mine = self._job.is_chief and self._seconds() >= self._max_time_s
+        self._is_time_over = any_task(self._job, mine, of="the time limit")
+        if self._is_time_over and self._job.is_chief:
+            _LOG.warning(_TIME_IS_OVER, self._seconds(), self.step)
+        return self._is_time_over
 
     def _decide(self, epoch_end: int) -> Decision:
         require_as_compiled(self._model, self._compiled)
@@ -330,6 +365,7 @@ class TrainLoop:
                 seed=self._plan.seed,
                 stopped=bool(model.stop_training),
                 fingerprint=resume.fingerprint(self._plan.feed) | more,
+                seconds=self._seconds(),
             )
             backup.save(model, self._job, run, callbacks=self._callbacks)
             self._saved_step = step

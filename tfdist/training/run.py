@@ -8,17 +8,21 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import keras
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
-from tfdist.errors import require
+from tfdist.errors import require, require_int, require_number
 from tfdist.strategy.native import require_engine, route_keras
 from tfdist.training.epochs import VirtualEpochs
+
+_DURATION = re.compile(r"\d+:\d\d:\d\d:\d\d")
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -38,6 +42,12 @@ class Run(keras.callbacks.Callback):
         weights and its write (default: None, no limit). Applies to ps only.
       sharded_optimizer: True to keep on each multiworker worker only its part of the optimizer's
         state. See the guide on training. With one worker this has no effect.
+      fast_dev_run: True to test the program quickly, or a number of batches (True is 1). `fit` runs
+        so many batches of training and of validation in one epoch, and writes no checkpoints, logs
+        or metrics.
+      max_time: time after which training stops at a step block: seconds, "DD:HH:MM:SS", a
+        `datetime.timedelta`, or a dict of its arguments (default: None, no limit). It includes the
+        time of the run before its last checkpoint. A run with a longer `max_time` continues.
       fused_kernels: True to compute normalization, GELU, attention and `EinsumDense` in training
         steps with one or a few kernels each. Rounding differs. See the guide on training.
     """
@@ -48,10 +58,35 @@ class Run(keras.callbacks.Callback):
     initial_weights: str | os.PathLike[str] | None = None
     max_staleness: int | None = None
     sharded_optimizer: bool = False
+    fast_dev_run: bool | int = False
+    max_time: float | str | timedelta | Mapping[str, float] | None = None
     fused_kernels: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
+
+    @property
+    def dev_batches(self) -> int:
+        """Number of batches of a fast development run, 0 in a normal run."""
+        if isinstance(self.fast_dev_run, bool):
+            return int(self.fast_dev_run)
+        fix = "write fast_dev_run=True, or a number of batches"
+        return require_int("fast_dev_run", self.fast_dev_run, least=0, fix=fix)
+
+    @property
+    def max_time_s(self) -> float | None:
+        """`max_time` in seconds."""
+        value: Any = self.max_time
+        if value is None:
+            return None
+        if isinstance(value, str) and _DURATION.fullmatch(value):
+            days, hours, minutes, seconds = map(int, value.split(":"))
+            value = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        elif isinstance(value, Mapping):
+            value = timedelta(**value)
+        seconds = value.total_seconds() if isinstance(value, timedelta) else value
+        fix = 'write max_time=3600, or max_time="00:01:00:00" (DD:HH:MM:SS)'
+        return require_number("max_time", seconds, above=0, unit="seconds", fix=fix)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Raise UsageError: the engine reads the settings and never calls this callback."""

@@ -24,7 +24,7 @@ from tfdist.errors import (
 )
 from tfdist.launch.options import Program, imports_tensorflow
 from tfdist.options import NONE
-from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, SweepState, Trial, read
+from tfdist.outputs.sweep_journal import JOURNAL, RETRAINED, TRIALS, SweepState, Trial, read
 from tfdist.tuning import sweep
 from tfdist.tuning.options import RunOptions, require_no_rule
 from tfdist.tuning.oracle import (
@@ -35,7 +35,7 @@ from tfdist.tuning.oracle import (
     describe_space,
     own_fit,
 )
-from tfdist.tuning.sweep import RETRAINED, Sweep
+from tfdist.tuning.sweep import Sweep
 from tfdist.tuning.trial_job import Assignment, TrialFailed, TrialProgram, read_assignment
 
 # Checks of the user's tuner and program.

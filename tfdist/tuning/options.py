@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tfdist.cluster.address import parse_hosts
-from tfdist.errors import UsageError, require
+from tfdist.errors import UsageError, mutually_exclusive, require
 from tfdist.launch.options import LaunchOptions
 from tfdist.options import (
     NONE,
@@ -85,8 +85,8 @@ class SweepOptions(RunOptions, SweepFlags):
         return OBJECTIVES[self.objective]
 
 
-def parse(argv: Sequence[str]) -> SweepOptions | Path | None:
-    """Return the parsed options, with ``--show`` the sweep directory to print, or None for help."""
+def parse(argv: Sequence[str]) -> SweepOptions | tuple[str, Path] | None:
+    """Return the parsed options, None for help, or ``show`` or ``best`` and a sweep directory."""
     if asks_for_help(argv):
         return None
     made = flags_of(SweepOptions)
@@ -95,8 +95,10 @@ def parse(argv: Sequence[str]) -> SweepOptions | Path | None:
     given, rest = read(made, [word for word in words if word not in config_flags])
     if rest:
         raise no_flag(rest[0])
-    if "show" in given:
-        return Path(given["show"])
+    views = [(name, Path(given[name])) for name in ("show", "best") if name in given]
+    mutually_exclusive({f"--{name}": path for name, path in views})
+    if views:
+        return views[0]
     if "config" not in given:
         raise UsageError("--config", "no config file", fix="write --config=FILE", code="no-value")
     if "env" in given:

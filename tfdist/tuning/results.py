@@ -27,7 +27,7 @@ from rich.text import Text
 from tfdist import files
 from tfdist.errors import require
 from tfdist.files import is_held, one_line_errors
-from tfdist.outputs.run_directory import RunDirectory
+from tfdist.outputs.run_directory import RunDirectory, read_json
 from tfdist.outputs.sweep_journal import (
     COMPLETED,
     FAILED,
@@ -37,6 +37,7 @@ from tfdist.outputs.sweep_journal import (
     WAITING,
     SweepState,
     Trial,
+    best_trial,
     fold,
     read,
 )
@@ -234,6 +235,24 @@ def show(path: Path) -> None:
         code="no-sweep",
     )
     leaderboard(fold(lines), path, is_running=is_held(path / LOCK))
+
+
+def show_best(path: Path) -> None:
+    """Print the best trial's score, values, files and command. Raise UsageError without one."""
+    state, trial = best_trial(path, where="--best")
+    run = RunDirectory(path / TRIALS / trial.run)
+    rows = {
+        "trial": f"{trial.id}, virtual epoch {trial.best_virtual_epoch}",
+        str(state.begun.get("objective")): trial.score,
+        **trial.hyperparameters,
+        "run": run.path,
+    }
+    if run.config_file.exists():  # the trial of a config file, which its command alone describes
+        command = (read_json(run.path / "report.json") or {}).get("job", {}).get("command")
+        rows |= {"config": run.config_file} | ({"command": command} if command else {})
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
 
 
 # HParams export for TensorBoard: ``tensorboard --logdir SWEEP_DIR/tensorboard``.

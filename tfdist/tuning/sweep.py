@@ -24,7 +24,16 @@ from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.machine import Machine, this_machine
 from tfdist.launch.multihost.hosts import slurm_nodes
 from tfdist.outputs.run_directory import RunDirectory, differences
-from tfdist.outputs.sweep_journal import JOURNAL, LOCK, TRIALS, Journal, SweepState, Trial, fold
+from tfdist.outputs.sweep_journal import (
+    JOURNAL,
+    LOCK,
+    RETRAINED,
+    TRIALS,
+    Journal,
+    SweepState,
+    Trial,
+    fold,
+)
 from tfdist.tuning.chief import KILLS_AT_MOST, POLL_S, Chief, StopRequests
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.results import SweepScreen, export_hparams, leaderboard, variables_of_trials
@@ -44,9 +53,6 @@ if TYPE_CHECKING:  # the module imports KerasTuner and TensorFlow
     from tfdist.tuning.oracle import Search
 
 logger = logging.getLogger(__name__)
-
-RETRAINED = "best"
-"""Name of the retrained best trial's run directory inside the sweep directory."""
 
 
 class Sweep(ABC):
