@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -45,7 +45,14 @@ TRIAL = "TFDIST_TRIAL"
 
 _MAX_TASKS = 10_000
 _MAX_SECONDS = 1e9
-_TYPES = {"int": Integral, "float": Real, "bool": bool, "str": str, "tuple": tuple, "Path": Path}
+_TYPES: Mapping[str, type[Any]] = {
+    "int": Integral,
+    "float": Real,
+    "bool": bool,
+    "str": str,
+    "tuple": tuple,
+    "Path": Path,
+}
 _IN_WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -125,13 +132,11 @@ def option(default: Any, help: str = "", **rules: Any) -> Any:
     return field(default=default, metadata={"option": Option(help=help, **rules)})
 
 
-@functools.cache
-def table(of: Any) -> Mapping[str, Option]:
-    """Return the options of a class by name. An option of a nested class is ``group.name``."""
+def _table(of: Any) -> Mapping[str, Option]:
     found: dict[str, Option] = {}
     for one in fields(of):
         if dataclasses.is_dataclass(one.default):
-            for name, inner in table(type(one.default)).items():
+            for name, inner in _table(one.default).items():
                 full = f"{one.name}.{name}"
                 found[full] = dataclasses.replace(inner, name=full)
         elif "option" in one.metadata:
@@ -140,6 +145,10 @@ def table(of: Any) -> Mapping[str, Option]:
                 one.metadata["option"], name=one.name, type=kind and kind[0], default=one.default
             )
     return found
+
+
+table: Callable[[Any], Mapping[str, Option]] = functools.cache(_table)
+"""Return the options of a class by name. An option of a nested class is ``group.name``."""
 
 
 def names_of(of: Any) -> list[str]:

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from tfdist.argument_parser import run_program
 from tfdist.configs import command_line
 from tfdist.errors import EXIT_OK, require_packages
+from tfdist.options import asks_for_help
 from tfdist.tuning import sweep
 from tfdist.tuning.config_sweep import ConfigSweep
-from tfdist.tuning.options import help_text, parse
+from tfdist.tuning.options import SweepOptions, help_text, parse
 from tfdist.tuning.results import show, show_best
 
 
@@ -26,14 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(asctime)s %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
     words = sys.argv[1:] if argv is None else argv
-    return run_program("tfdist.tune", lambda: _run(words))
-
-
-def _run(words: Sequence[str]) -> int:
-    options = parse(words)
-    if options is None:
+    if asks_for_help(words):
         print(help_text(full="--helpfull" in words))
         return EXIT_OK
+    return run_program("tfdist.tune", lambda: _run(parse(words)))
+
+
+def _run(options: SweepOptions | tuple[str, Path]) -> int:
     if isinstance(options, tuple):
         view, sweep_dir = options
         {"show": show, "best": show_best}[view](sweep_dir)

@@ -223,13 +223,13 @@ WORKERS = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "in
     ("tuner_of", "options", "where", "code"),
     [
         (hyperband, {"sweep_dir": "p/sweep"}, "sweep_dir", "directory-of-the-tuner"),
-        (hyperband, {"backup_every_steps": 0}, "--backup_every_steps", "not-an-int"),
+        (hyperband, {"backup_every_steps": 0}, "--backup_every_steps", "bad-value"),
         (hyperband, {"early_stop": "median"}, "--early_stop", "exclusive"),
         (
             lambda: make_tuner(Path("."), executions_per_trial=2),
             *({"early_stop": "median"}, "--early_stop", "exclusive"),
         ),
-        (hyperband, {"strategy": tfdist}, "--strategy", "unknown-value"),
+        (hyperband, {"strategy": tfdist}, "--strategy", "bad-value"),
         (used_up, {}, SEARCH, "tuner-has-searched"),
         (hyperband, {"workers_in": WORKERS}, SEARCH, "search-in-a-job"),
     ],

@@ -29,9 +29,9 @@ LINES = {
     "checkpoint": 2_331,
     "training": 8_229,
     "ps, pipeline": 4_881,
-    "tuning": 3_151,
+    "tuning": 3_148,
     "serving": 3_328,
-    "around": 6_965,  # report, outputs, app, find, ops, audit, configs and the programs
+    "around": 6_974,  # report, outputs, app, find, ops, audit, configs and the programs
 }
 ROOMS = {
     **dict.fromkeys(

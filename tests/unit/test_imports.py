@@ -47,7 +47,7 @@ BEGINS_WITHOUT = {
     "launch": ("import tfdist.launch.job", {"absl", "psutil", "importlib.metadata"}),
     "launch --help": (
         "from tfdist.launch.__main__ import main; main(['--help'])",
-        {*HEAVY, "absl", "psutil", "tfdist.launch.plan", "subprocess"},
+        {*HEAVY, "ml_collections", "psutil", "tfdist.launch.plan", "subprocess"},
     ),
     "submit": (
         "from tfdist.submit.__main__ import main; main(['--to', 'slurm', '--dry_run', 'a.py'])",

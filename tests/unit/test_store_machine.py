@@ -283,7 +283,7 @@ class CheckpointDirectory(RuleBasedStateMachine):
     def write_from_a_second_process(self) -> None:
         second = CheckpointStore(self.directory, keep=1)
         for attempt in (second.prepare, lambda: second.write(9, content(0), meta={})):
-            with pytest.raises(SecondWriter, match=f"process {os.getpid()} writes there"):
+            with pytest.raises(SecondWriter, match=f"process {os.getpid()} already writes there"):
                 attempt()
 
     @precondition(lambda self: self.directory.exists())

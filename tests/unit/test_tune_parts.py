@@ -105,7 +105,7 @@ def test_the_command_line_of_the_page_is_read():
     assert options.sweep_dir == Path("runs/digits_sweep-bayesian")
     assert options.tasks_per_trial == 5
     assert parse(["--show", "runs/x"]) == ("show", Path("runs/x"))
-    assert "received no --config" in str(refusal(lambda: parse(["--tuner", "grid"])))
+    assert "--config: no config file" in str(refusal(lambda: parse(["--tuner", "grid"])))
 
 
 # Journal.

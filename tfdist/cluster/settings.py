@@ -33,9 +33,9 @@ from tfdist.options import (
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 """Variable that makes tf.keras Keras 2 (package tf_keras). `import keras` remains Keras 3."""
 
-_OF_CLUSTERS = (CLUSTER, HOSTS, NODE_RANK, LOCAL_RANK)
 _OF_OPTIONS = {one.variable: one for one in table(JobSettings).values() if one.variable}
-NAMES = (*_OF_CLUSTERS, *_OF_OPTIONS, RESTARTS, UNCOUNTED_RESTARTS)
+_OF_PLACE = (HOSTS, NODE_RANK, LOCAL_RANK, RESTARTS, UNCOUNTED_RESTARTS)
+NAMES = (CLUSTER, *_OF_OPTIONS, *_OF_PLACE)
 
 _MAX = 2**31 - 1
 _COUNTS_OF_RESTARTS = (RESTARTS, UNCOUNTED_RESTARTS, "SLURM_RESTART_COUNT")

@@ -15,7 +15,6 @@ from tfdist.options import (
     HostFlags,
     SweepFlags,
     TrialFlags,
-    asks_for_help,
     check,
     flags_of,
     names_of,
@@ -85,10 +84,8 @@ class SweepOptions(RunOptions, SweepFlags):
         return OBJECTIVES[self.objective]
 
 
-def parse(argv: Sequence[str]) -> SweepOptions | tuple[str, Path] | None:
-    """Return the parsed options, None for help, or ``show`` or ``best`` and a sweep directory."""
-    if asks_for_help(argv):
-        return None
+def parse(argv: Sequence[str]) -> SweepOptions | tuple[str, Path]:
+    """Return the parsed options, or ``show`` or ``best`` and a sweep directory."""
     made = flags_of(SweepOptions)
     words = [underscored(word, made) if word.startswith("--") else word for word in argv]
     config_flags = tuple(word for word in words if word.startswith("--config."))
