@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tfdist.argument_parser import run_program
 from tfdist.configs import command_line
