@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tfdist.cluster.kinds import AUTO, KINDS, Kind, kind_of
 from tfdist.cluster.ports import HeldPort, hold_ports, is_port_free
 from tfdist.cluster.tf_config import (
     TASK_TYPES,
@@ -14,16 +15,19 @@ from tfdist.cluster.tf_config import (
     encode,
     from_environ,
     job_configs,
-    resolved_strategy,
+    resolved_kind,
 )
 from tfdist.options import LAUNCHED, STRATEGIES, JobOptions
 
 __all__ = [
+    "AUTO",
+    "KINDS",
     "STRATEGIES",
     "TASK_TYPES",
     "ClusterSpec",
     "HeldPort",
     "JobOptions",
+    "Kind",
     "Task",
     "TaskConfig",
     "decode",
@@ -32,8 +36,9 @@ __all__ = [
     "hold_ports",
     "is_port_free",
     "job_configs",
+    "kind_of",
     "read_environment",
-    "resolved_strategy",
+    "resolved_kind",
 ]
 
 
