@@ -34,7 +34,7 @@ def compiled(kind=keras.Sequential, rate=0.3, **options):
 
 class InScope:
     def __init__(self, strategy, kind):
-        self.strategy = job.remember(Job(strategy=strategy, kind=kind)).strategy
+        self.strategy = job.remember(Job(strategy=strategy, kind=KINDS[kind])).strategy
 
     def __call__(self, kind=keras.Sequential, **options):
         with self.strategy.scope():
@@ -329,7 +329,8 @@ def in_run_dir(strategies, monkeypatch, run_dir):
     monkeypatch.setattr(metrics_file, "_fits", itertools.count(1))
     options = JobOptions(run_dir=str(run_dir))
     config = TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
-    strategy = job.remember(Job(strategy=strategies[2], kind="mirrored", config=config)).strategy
+    kind = KINDS["mirrored"]
+    strategy = job.remember(Job(strategy=strategies[2], kind=kind, config=config)).strategy
     with strategy.scope():
         return compiled()
 

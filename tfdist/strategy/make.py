@@ -172,7 +172,8 @@ def _require_cluster(config: TaskConfig | None, kind: Kind) -> None:
     if config is None or not config.cluster.tasks():
         raise UsageError(
             "make_strategy",
-            f"strategy={kind.name!r} needs the job's tasks in TF_CONFIG, but TF_CONFIG has no cluster",
+            f"strategy={kind.name!r} needs the job's tasks in TF_CONFIG, "
+            "but TF_CONFIG has no cluster",
             fix=f"start the program with python -m tfdist.launch --strategy {kind}",
             code="no-cluster",
         )
