@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tfdist.cluster.kinds import AUTO, KINDS, Kind, kind_of
 from tfdist.cluster.ports import HeldPort, hold_ports, is_port_free
 from tfdist.cluster.tf_config import (
     TASK_TYPES,
@@ -17,6 +16,7 @@ from tfdist.cluster.tf_config import (
     job_configs,
     resolved_kind,
 )
+from tfdist.kinds import AUTO, KINDS, Kind, kind_of
 from tfdist.options import LAUNCHED, STRATEGIES, JobOptions
 
 __all__ = [

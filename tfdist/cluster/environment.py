@@ -35,7 +35,6 @@ from tfdist.cluster.address import (
     shown,
     split_address,
 )
-from tfdist.cluster.kinds import kind_of
 from tfdist.cluster.placement import is_name, one_of, place, port_of_job, same_host
 from tfdist.cluster.settings import integer, needed, text
 from tfdist.cluster.tf_config import ClusterSpec, Task, TaskConfig
@@ -440,7 +439,7 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
 
 def _alone(job_settings: JobSettings) -> TaskConfig | None:
     """Return the config of a single process, None if all options have their defaults."""
-    kind = kind_of(job_settings.strategy)
+    kind = job_settings.kind
     of_several = {
         STRATEGY: kind.name if kind.has_several_tasks else None,
         PS: job_settings.ps,

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tfdist.cluster.address import join
-from tfdist.cluster.kinds import AUTO, kind_of
 from tfdist.cluster.ports import as_text
 from tfdist.cluster.settings import ports_of
 from tfdist.cluster.tf_config import TASK_TYPES, ClusterSpec, Task, TaskConfig
 from tfdist.errors import UsageError
+from tfdist.kinds import AUTO
 from tfdist.options import CLUSTER, EVALUATOR, PORTS, PS, STRATEGY, JobOptions, JobSettings, part
 
 DEFAULT_PORT = 2222
@@ -61,8 +61,7 @@ def place(
 
 def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig | None:
     """Return the config of the task of `rank`, or None for a job of one process."""
-    has_several_tasks = kind_of(job_settings.strategy).has_several_tasks
-    if len(hosts) == 1 and not job_settings.ps and not has_several_tasks:
+    if len(hosts) == 1 and not job_settings.ps and not job_settings.kind.has_several_tasks:
         return None
     return place(hosts, rank=rank, job_settings=job_settings)
 
@@ -75,7 +74,7 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
     Raises:
         UsageError: the job has too few or too many tasks for its settings.
     """
-    is_one_process = kind_of(job_settings.strategy).is_one_process
+    is_one_process = job_settings.kind.is_one_process
     if job_settings.evaluator:
         if count == 1 or is_one_process:
             raise UsageError(
@@ -159,7 +158,7 @@ def is_name(host: str) -> bool:
 
 
 def _ps_count(job_settings: JobSettings) -> int:
-    kind = kind_of(job_settings.strategy)
+    kind = job_settings.kind
     if job_settings.ps is None:
         return int(kind.has_servers)
     if kind is not AUTO and not kind.has_servers and job_settings.ps:

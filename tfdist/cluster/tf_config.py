@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tfdist.cluster.address import check_address, shown
-from tfdist.cluster.kinds import AUTO, KINDS, Kind, kind_of
 from tfdist.errors import UsageError, near, require_int, require_one_of
+from tfdist.kinds import AUTO, KINDS, Kind
 from tfdist.options import JobOptions, table
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
@@ -320,7 +320,7 @@ def resolved_kind(config: TaskConfig) -> Kind:
     stays, and the devices select single or mirrored. An evaluator is a separate process, so
     every strategy of several tasks becomes ``auto`` for it.
     """
-    kind = kind_of(config.options.strategy)
+    kind = config.options.kind
     if config.task.type == "evaluator":
         return AUTO if kind.has_several_tasks else kind
     if kind is not AUTO or config.cluster.kind.is_one_process:
@@ -329,7 +329,7 @@ def resolved_kind(config: TaskConfig) -> Kind:
 
 
 def _check_agreement(config: TaskConfig) -> None:
-    kind, cluster = kind_of(config.options.strategy), config.cluster
+    kind, cluster = config.options.kind, config.cluster
     count = len(cluster.training_tasks())
     is_training = config.task.type != "evaluator"
     for is_wrong, has, fix in (

@@ -20,7 +20,6 @@ from tfdist.cluster import (
     Task,
     TaskConfig,
     job_configs,
-    kind_of,
     settings,
 )
 from tfdist.cluster.address import split_address
@@ -127,19 +126,13 @@ class JobDescription:
         )
 
 
-def named_kind(options: LaunchOptions) -> Kind:
-    """Return the kind that the flags name. `AUTO` if the numbers of tasks and devices decide."""
-    kind = kind_of(options.strategy)
-    return KINDS["ps"] if kind is AUTO and options.ps is not None else kind
-
-
 def decided_kind(options: LaunchOptions, machine: Machine) -> Kind:
     """Return the job's kind. ``auto`` is resolved from the numbers of tasks and devices.
 
     Raises:
         UsageError: ``--evaluator`` is set for a job of one process.
     """
-    kind = named_kind(options)
+    kind = options.kind
     if kind is AUTO:
         devices = options.devices_per_worker or len(machine.gpus)
         alone = "mirrored" if devices > 1 else "single"

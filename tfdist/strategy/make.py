@@ -28,9 +28,9 @@ from tfdist.cluster import (
     resolved_kind,
     settings,
 )
-from tfdist.cluster.kinds import load
 from tfdist.cluster.local_only import restricting_server
 from tfdist.errors import TfdistError, UsageError, require, require_one_of
+from tfdist.kinds import load
 from tfdist.options import LAUNCHED
 from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.group import broadcast_initial_values

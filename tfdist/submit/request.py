@@ -19,7 +19,6 @@ from tfdist.cluster.settings import holds_a_secret, names_a_secret
 from tfdist.errors import UsageError, require_int, require_one_of
 from tfdist.launch import options as launcher
 from tfdist.launch.options import LaunchOptions
-from tfdist.launch.plan import named_kind
 from tfdist.options import PS, RUN_DIR, STRATEGY, LaunchFlags, table
 
 _WORD = r"[^\s-]\S*", "one word"
@@ -106,7 +105,7 @@ class JobRequest:
     @property
     def kind(self) -> Kind:
         """Return the kind. It is `AUTO` only for one task, which chooses by its devices."""
-        kind = named_kind(self.launch)
+        kind = self.launch.kind
         return KINDS["multiworker"] if kind is AUTO and self.launch.workers > 1 else kind
 
     @property

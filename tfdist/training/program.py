@@ -17,8 +17,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tensorflow.python.distribute import values_util
 
-from tfdist.cluster.kinds import load
 from tfdist.errors import UsageError, require
+from tfdist.kinds import load
 from tfdist.strategy import Job
 from tfdist.training import keras_compat
 from tfdist.training.feed import Feed, Part
@@ -97,7 +97,7 @@ class Engine(Protocol):
     """Runs step blocks of a program. Every training task calls it alike.
 
     This is the whole interface between a kind of strategy and the loop, evaluation and `StepLoop`.
-    `tfdist.cluster.kinds` names the class of each kind. An engine may keep state outside the
+    `tfdist.kinds` names the class of each kind. An engine may keep state outside the
     model's variables. It then writes the state to these variables when a method requests it. The
     defaults suit an engine that keeps no state and returns only after all steps are done.
     """

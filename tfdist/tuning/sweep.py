@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import files
-from tfdist.cluster import KINDS, kind_of, read_environment
+from tfdist.cluster import KINDS, read_environment
 from tfdist.cluster.address import parse_hosts
 from tfdist.cluster.settings import restarts
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError, require
@@ -217,9 +217,7 @@ def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | N
     hosts = Counter[str]()
     for host, trials in listed:  # a host may be listed twice
         hosts[host] += trials
-    return TrialHosts(
-        hosts=hosts, tasks=options.tasks_per_trial + kind_of(options.strategy).has_servers
-    )
+    return TrialHosts(hosts=hosts, tasks=options.tasks_per_trial + options.kind.has_servers)
 
 
 def _fork_template(
@@ -245,7 +243,7 @@ def launch_flags(
     The function assumes that all hosts have as many CPUs as this one. A task on another host needs
     an address, so a trial with one process runs there as a multiworker job with one worker.
     """
-    flags, kind, devices = list[str](), kind_of(options.strategy), options.devices_per_worker
+    flags, kind, devices = list[str](), options.kind, options.devices_per_worker
     if not options.is_here:
         flags += ["--on", options.on or "ssh"]
         for flag, value in (("--rsh", options.rsh), ("--env", options.env)):

@@ -21,7 +21,6 @@ from tfdist.cluster import (
     Kind,
     Task,
     environment,
-    kind_of,
     placement,
     settings,
 )
@@ -31,7 +30,7 @@ from tfdist.cluster.ports import PortPool
 from tfdist.errors import UsageError, require
 from tfdist.launch.multihost import agreement, on_ray
 from tfdist.launch.options import LaunchOptions, Program
-from tfdist.launch.plan import JobDescription, named_kind
+from tfdist.launch.plan import JobDescription
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
 from tfdist.options import CLUSTER, JobSettings
@@ -182,7 +181,7 @@ def decided_group(
     )
     if not is_here:
         hosts, slots = (LAUNCHER, *hosts), (0, *slots)
-    kind = kind_of(options.strategy)
+    kind = options.kind
     if kind is AUTO:  # one task on another host
         kind = KINDS["multiworker"]
         options = dataclasses.replace(options, strategy=kind.name)
@@ -235,7 +234,7 @@ def _config_files(args: Sequence[str]) -> list[str]:
 
 def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
     """Return the options with the number of workers of a host list with `total` slots."""
-    kind = named_kind(options)
+    kind = options.kind
     if kind is AUTO and total > 1:
         kind = KINDS["multiworker"]
     others = 1 + options.num_ps if kind.has_servers else 0
@@ -251,7 +250,7 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
 
 def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
     """Return the number of tasks for each host of a scheduler."""
-    kind = named_kind(options)
+    kind = options.kind
     require(
         not kind.is_one_process,
         "--strategy",

@@ -123,6 +123,11 @@ def kind_of(strategy: str) -> Kind:
     return AUTO if strategy == AUTO.name else KINDS[strategy]
 
 
+def kinds_that(attribute: str) -> tuple[str, ...]:
+    """Return the names of the kinds with a true attribute, such as ``has_servers``."""
+    return tuple(name for name, kind in KINDS.items() if getattr(kind, attribute))
+
+
 def load(name: str) -> Any:
     """Return the object that a kind names as ``module:name``. Only jobs of its kind import it."""
     module, _, attribute = name.partition(":")
