@@ -30,6 +30,7 @@ def measure(side: str, args: argparse.Namespace) -> None:
 
 
 def _feed(dataset: Any, *, tasks: int) -> Any:
+    from tfdist.cluster import KINDS
     from tfdist.data.stream import StreamSource
     from tfdist.training.epochs import EpochPlan
     from tfdist.training.feed import Order, StreamFeed
@@ -39,7 +40,7 @@ def _feed(dataset: Any, *, tasks: int) -> Any:
         StreamSource(dataset),
         EpochPlan.uniform(epochs=1, examples=batch * 10**9, global_batch_size=batch),
         job=types.SimpleNamespace(
-            kind="multiworker" if tasks > 1 else "single",
+            kind=KINDS["multiworker" if tasks > 1 else "single"],
             num_replicas=1,
             replica_ids=(0,),
             num_tasks=tasks,

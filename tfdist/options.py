@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdist.errors import UsageError, near
+from tfdist.kinds import AUTO, KINDS, Kind, kind_of, kinds_that
 
 if TYPE_CHECKING:
     from absl import flags
 
 T = TypeVar("T")
 
-STRATEGIES = ("auto", "single", "mirrored", "multiworker", "ps", "pipeline")
+STRATEGIES = (AUTO.name, *KINDS)
 PLACES = ("local", "ssh", "slurm", "ray")
 TUNERS = ("random", "grid", "bayesian", "hyperband")
 OBJECTIVES = {"val_accuracy": "max", "val_loss": "min", "accuracy": "max", "loss": "min"}
@@ -189,6 +190,11 @@ class _Shape:
         submit="devices of each worker (all that it sees)",
     )
 
+    @property
+    def kind(self) -> Kind:
+        """Return the kind of the strategy, `AUTO` if the tasks and devices decide."""
+        return kind_of(self.strategy)
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions(_Shape):
@@ -207,7 +213,7 @@ class JobOptions(_Shape):
         None,
         "workers with which a ps job starts if the others do not connect (default: all)",
         least=1,
-        strategies=("ps", "multiworker"),
+        strategies=kinds_that("has_servers") + kinds_that("can_shrink"),
         variable="TFDIST_MIN_WORKERS",
         submit="",
     )
@@ -229,7 +235,7 @@ class JobOptions(_Shape):
     evaluator: bool = option(
         False,
         "add a task outside the training that evaluates each checkpoint",
-        strategies=("multiworker", "ps", "pipeline"),
+        strategies=kinds_that("has_several_tasks"),
         variable=EVALUATOR,
         submit="",
     )
@@ -237,7 +243,7 @@ class JobOptions(_Shape):
         None,
         "split trainable variables of more bytes over the parameter servers",
         least=1,
-        strategies=("ps",),
+        strategies=kinds_that("has_servers"),
         variable="TFDIST_SPLIT_BYTES",
         submit="",
     )
@@ -245,7 +251,7 @@ class JobOptions(_Shape):
         None,
         "stages of each pipeline, with one task for each",
         least=1,
-        strategies=("pipeline",),
+        strategies=kinds_that("has_stages"),
         variable=STAGES,
         submit="",
     )
@@ -264,7 +270,7 @@ class _Counts:
         "parameter servers (default: 1 in a ps job)",
         least=0,
         most=_MAX_TASKS,
-        strategies=("ps",),
+        strategies=kinds_that("has_servers"),
         variable=PS,
         submit="",
     )
@@ -387,7 +393,9 @@ class TrialFlags(TrainFlags, HostFlags, _Counts, _Shape):
     )
     parallel_trials: int = option(1, "trials at once", least=1)
     strategy: str = option(
-        "single", "strategy of every trial", choices=("single", "mirrored", "multiworker", "ps")
+        "single",
+        "strategy of every trial",
+        choices=tuple(kind.name for kind in KINDS.values() if not kind.has_stages),
     )
     max_failed_trials: int | None = option(
         None, "end the sweep at this number of failed trials (default: never)", least=1

@@ -10,6 +10,7 @@ import tfdist
 from tests import models
 from tests.models import difference
 from tests.refusals import refused
+from tfdist.cluster import KINDS
 from tfdist.data.resolve import as_source, check_supported
 from tfdist.data.source import preprocessed
 from tfdist.strategy import Job, job
@@ -108,7 +109,7 @@ def test_trained_as_by_its_own_fit(strategies, name):
 def test_a_fit_of_the_scopes_model_reads_examples_by_index(strategies, monkeypatch):
     """Shuffled by the seed, where its own batches would come in their order."""
     monkeypatch.setattr(job, "_made", [])
-    job.remember(Job(strategy=strategies[2], kind="mirrored"))
+    job.remember(Job(strategy=strategies[2], kind=KINDS["mirrored"]))
     options = {"batch_size": 6, "epochs": 2, "verbose": 0}
     with strategies[2].scope():
         one, other = bert(), bert()
@@ -145,7 +146,7 @@ def test_a_method_of_that_name_beside_fit_of_keras_is_the_users(strategies):
 
 def test_a_table_of_its_tokenizer_is_refused_under_ps():
     source = preprocessed(as_source(TEXTS), gpt().preprocess_samples)
-    assert refused(lambda: check_supported(source, "ps")) == (
+    assert refused(lambda: check_supported(source, KINDS["ps"])) == (
         "data under the ps strategy",
         "variables-under-ps",
     )

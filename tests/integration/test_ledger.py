@@ -10,12 +10,13 @@ import tensorflow as tf
 import tfdist
 from tests.models import AtStep, Cut
 from tests.tools.ledger import Ledger, differences, prove, read, seen_by_pass
+from tfdist.cluster import KINDS
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import Compose, RandomCrop
 from tfdist.data.python_indexed import PythonSource
 from tfdist.strategy import Job
 from tfdist.training import building
-from tfdist.training.engines import engine_for
+from tfdist.training.engines import SynchronousEngine
 from tfdist.training.inputs import Length, prepare
 from tfdist.training.program import program_of
 
@@ -142,7 +143,7 @@ def test_a_run_that_goes_on_with_fewer_replicas_is_proved(strategies, tmp_path):
 
 
 def test_without_an_observer_nothing_of_it_is_in_the_graph(strategies, tmp_path):
-    job = Job(strategy=strategies[3], kind="mirrored")
+    job = Job(strategy=strategies[3], kind=KINDS["mirrored"])
     model = make(strategies[3])
     operations = {}
     for is_observed in (False, True):
@@ -153,7 +154,7 @@ def test_without_an_observer_nothing_of_it_is_in_the_graph(strategies, tmp_path)
             program = dataclasses.replace(
                 program, observers=[Ledger(tmp_path).observe(program, job)]
             )
-        function = engine_for(job)._compile_block(program)
+        function = SynchronousEngine(job)._compile_block(program)
         bounds = [tf.constant(0, tf.int64), tf.constant(2, tf.int64)]
         graph = function.get_concrete_function(*bounds).graph.as_graph_def()
         nodes = [n.op for f in graph.library.function for n in f.node_def]

@@ -65,7 +65,7 @@ def engine(monkeypatch):
     engine, seconds = Leaving(), iter(np.arange(0, 1e6, 0.3))
     clock = types.SimpleNamespace(perf_counter=lambda: float(next(seconds)))
     monkeypatch.setattr(blocks, "time", clock)
-    monkeypatch.setattr(fitting, "engine_for", lambda job: engine)
+    monkeypatch.setattr(fitting, "engine_class", lambda job: lambda job: engine)
     return engine
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfdist
 from tests.models import noted_ranges
 from tests.refusals import refusal, refused
-from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, read_environment
+from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig, read_environment
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
 from tfdist.training import kept, metrics_file, routing
@@ -34,7 +34,7 @@ def compiled(kind=keras.Sequential, rate=0.3, **options):
 
 class InScope:
     def __init__(self, strategy, kind):
-        self.strategy = job.remember(Job(strategy=strategy, kind=kind)).strategy
+        self.strategy = job.remember(Job(strategy=strategy, kind=KINDS[kind])).strategy
 
     def __call__(self, kind=keras.Sequential, **options):
         with self.strategy.scope():
@@ -217,7 +217,7 @@ def test_a_model_outside_the_scope_of_a_job_of_several_tasks_is_told(
     }
     monkeypatch.setattr(job, "_made", [])
     config = read_environment(environ)
-    job.remember(Job(strategy=strategies[1], kind="multiworker", config=config))
+    job.remember(Job(strategy=strategies[1], kind=KINDS["multiworker"], config=config))
     warn_once.cache_clear()
     compiled().fit(X, Y, verbose=0)
     (line,) = [r.message for r in caplog.records if "outside strategy.scope()" in r.message]
@@ -329,7 +329,8 @@ def in_run_dir(strategies, monkeypatch, run_dir):
     monkeypatch.setattr(metrics_file, "_fits", itertools.count(1))
     options = JobOptions(run_dir=str(run_dir))
     config = TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
-    strategy = job.remember(Job(strategy=strategies[2], kind="mirrored", config=config)).strategy
+    kind = KINDS["mirrored"]
+    strategy = job.remember(Job(strategy=strategies[2], kind=kind, config=config)).strategy
     with strategy.scope():
         return compiled()
 

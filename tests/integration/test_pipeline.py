@@ -14,7 +14,7 @@ from tests.graphs import MODELS, OPEN, data_of, ragged, residual, several, tagge
 from tests.multiprocess.programs.figures import Own
 from tests.refusals import refusal
 from tests.tools.ledger import Ledger, differences
-from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
+from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
 from tfdist.errors import StartupTimeout
 from tfdist.pipeline import cuts, engine
 from tfdist.pipeline.cuts import (
@@ -399,7 +399,7 @@ def one_stage(strategies, monkeypatch):
     def begin(split_size=3, **given):
         options = stages.PipelineOptions(split_size=split_size)
         place = stages.Stages(index=0, count=1, names=("worker-0",), options=options, **given)
-        job = jobs.Job(strategy=strategies[1], kind="pipeline", stages=place)
+        job = jobs.Job(strategy=strategies[1], kind=KINDS["pipeline"], stages=place)
         monkeypatch.setattr(jobs, "_made", [job])
         return job.strategy
 

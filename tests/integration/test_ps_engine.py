@@ -14,6 +14,7 @@ import tensorflow as tf
 import tfdist
 from tests.processes import until
 from tfdist import phases
+from tfdist.cluster import KINDS
 from tfdist.errors import PeerLost
 from tfdist.ps import engine as engine_module
 from tfdist.ps import workers as workers_module
@@ -346,7 +347,7 @@ def gone(monkeypatch):
     found = ["ps-1"]
     members = SimpleNamespace(missing=lambda: found)
     monkeypatch.setattr("tfdist.ps.members.Members.of", lambda strategy: members)
-    job = SimpleNamespace(kind="ps", strategy=None)
+    job = SimpleNamespace(kind=KINDS["ps"], strategy=None)
     monkeypatch.setattr(engines, "current_job", lambda: job)
     return found
 

@@ -21,7 +21,6 @@ from tfdist.strategy import job_of
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.feed import GraphFeed, Order
 from tfdist.training.keras_compat import variables
-from tfdist.training.keras_compat.trace import StepTrace
 
 PS = "/job:ps/replica:0/task:{}/device:CPU:0".format
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
@@ -374,10 +373,8 @@ def test_of_updates_at_once_each_takes_gradients_of_its_own():
 
     @tf.function
     def update():
-        trace = StepTrace(num_replicas=1, share=1.0, examples=1, random_key=tf.zeros(2, tf.int32))
-        trace.taken[id(gradients)] = []
         gradients.value.assign_add(tf.ones(gradients.shape))
-        return tf.reduce_min(taken(gradients, trace))  # below 0 where two took the same before
+        return tf.reduce_min(taken(gradients))  # below 0 where two took the same before
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         assert min(pool.map(lambda _: update().numpy(), range(400))) >= 0

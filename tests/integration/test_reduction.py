@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.cluster import KINDS
 from tfdist.strategy import job as jobs
 from tfdist.training.keras_compat import reduction
 
@@ -29,7 +30,7 @@ class Ring:
 
 @pytest.fixture
 def ring(strategies, monkeypatch):
-    job = jobs.Job(strategy=strategies[1], kind="multiworker", ring=Ring())
+    job = jobs.Job(strategy=strategies[1], kind=KINDS["multiworker"], ring=Ring())
     monkeypatch.setattr(jobs, "_made", [job])
     return job.ring
 

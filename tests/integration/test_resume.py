@@ -21,7 +21,7 @@ from tests.models import AtStep, Cut, bits, classifier
 from tests.mutations import JSON, forged, replacing_at
 from tests.refusals import refusal, refused
 from tfdist.checkpoint import CheckpointStore, callback_state
-from tfdist.cluster import ClusterSpec, JobOptions, Task, TaskConfig
+from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, TfdistError
 from tfdist.strategy import Job, job_of
 from tfdist.training import loop, resume
@@ -662,7 +662,7 @@ def test_a_later_attempt_waits_until_the_one_before_has_let_go(tmp_path, monkeyp
         options = JobOptions(attempt=attempt, startup_timeout_s=timeout_s)
         cluster = ClusterSpec(worker=("127.0.0.1:1",))
         config = TaskConfig(cluster=cluster, task=Task("worker", 0), options=options)
-        return resume.saved_run([backup], Job(strategy=None, kind="single", config=config))
+        return resume.saved_run([backup], Job(strategy=None, kind=KINDS["single"], config=config))
 
     before, backup = CheckpointStore(tmp_path), tfdist.BackupAndRestore(tmp_path)
     before.prepare()

@@ -22,6 +22,7 @@ from tests.models import AtStep, Cut, bits, classifier
 from tests.refusals import refusal
 from tfdist.checkpoint import CheckpointStore, state
 from tfdist.checkpoint import format as format_module
+from tfdist.cluster import KINDS
 from tfdist.errors import TfdistError
 from tfdist.strategy import group, job_of
 from tfdist.training import resume
@@ -360,7 +361,7 @@ def worker(*, is_chief):
     """One of two workers, whose sums the test makes."""
     strategy = types.SimpleNamespace(num_replicas_in_sync=2)
     return types.SimpleNamespace(
-        kind="multiworker", is_chief=is_chief, strategy=strategy, has_peers=True
+        kind=KINDS["multiworker"], is_chief=is_chief, strategy=strategy, has_peers=True
     )
 
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 import tfdist
 from tests.multiprocess.programs import zoo
 from tests.refusals import refusal
+from tfdist.cluster import KINDS
 from tfdist.strategy.group import VariablePart
 from tfdist.training import building
 from tfdist.training.keras_compat import reduction
@@ -22,7 +23,7 @@ class Own(optimizers.SGD):
 
 
 def of_kind(kind, *, ring=None, num_replicas=2):
-    return types.SimpleNamespace(kind=kind, ring=ring, num_replicas=num_replicas)
+    return types.SimpleNamespace(kind=KINDS[kind], ring=ring, num_replicas=num_replicas)
 
 
 RING = of_kind("multiworker", ring=object())

@@ -10,6 +10,7 @@ import tensorflow as tf
 from scipy import sparse
 
 from tests.refusals import refusal, refused
+from tfdist.cluster import KINDS
 from tfdist.data import (
     ArraySource,
     InputFunctionSource,
@@ -194,10 +195,10 @@ def test_arrays_that_no_message_to_a_ps_worker_carries_are_refused(tmp_path, mon
     np.save(tmp_path / "x.npy", X)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     monkeypatch.setattr(arrays_module, "MEMORY_LIMIT_BYTES", Y.nbytes)
-    check_supported(ArraySource(mapped, Y), "ps")
+    check_supported(ArraySource(mapped, Y), KINDS["ps"])
     large = ArraySource(X, Y)
-    check_supported(large, "multiworker")
-    assert refusal(lambda: check_supported(large, "ps")).code == "too-large"
+    check_supported(large, KINDS["multiworker"])
+    assert refusal(lambda: check_supported(large, KINDS["ps"])).code == "too-large"
 
 
 def test_a_mapped_file_is_sent_as_the_operation_that_maps_it(tmp_path):
@@ -443,8 +444,8 @@ def with_weights():
 def test_what_a_ps_worker_cannot_read_is_refused_there_alone(make, code):
     source = as_source(make())
     for strategy in ("single", "mirrored", "multiworker"):
-        check_supported(source, strategy)
+        check_supported(source, KINDS[strategy])
     if code is None:
-        check_supported(source, "ps")
+        check_supported(source, KINDS["ps"])
     else:
-        assert refusal(lambda: check_supported(source, "ps")).code == code
+        assert refusal(lambda: check_supported(source, KINDS["ps"])).code == code

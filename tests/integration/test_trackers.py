@@ -15,7 +15,7 @@ import tfdist
 from tests import fake_trackers
 from tests.fake_trackers import steps_in_events
 from tests.models import noted_ranges
-from tfdist.cluster import read_environment
+from tfdist.cluster import KINDS, read_environment
 from tfdist.strategy import Job, job
 from tfdist.training import trackers
 from tfdist.training.callbacks import wants_every_batch
@@ -261,7 +261,7 @@ def test_autolog_logs_a_run_of_the_chief_only(mlflow, strategies, monkeypatch, b
     monkeypatch.setattr(job, "_made", [])
     mlflow.tensorflow.autolog(log_models=False)
     try:
-        chief = job.remember(Job(strategy=strategies[2], kind="mirrored"))
+        chief = job.remember(Job(strategy=strategies[2], kind=KINDS["mirrored"]))
         with strategies[2].scope():
             fit()
         assert blocks, "the engine trains"

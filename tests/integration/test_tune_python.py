@@ -23,6 +23,7 @@ import tfdist.tuning
 from tests.processes import python
 from tests.refusals import refusal, refused
 from tests.unit.sweep_world import World, trials_in
+from tfdist.cluster import KINDS
 from tfdist.errors import TfdistError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import Journal
@@ -95,7 +96,7 @@ def test_keras_tuners_own_search_trains_with_the_engine(given, tmp_path, monkeyp
     """The tuner sees each epoch, and needs no block of one step."""
     calls, seen = [], []
     monkeypatch.setattr(job, "_made", [])
-    job.remember(Job(strategy=strategies[2], kind="mirrored"))
+    job.remember(Job(strategy=strategies[2], kind=KINDS["mirrored"]))
 
     def counted(model: Any, *args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs.get("batch_size"))
@@ -258,7 +259,7 @@ def test_arguments_of_fit_and_of_a_fit_of_ones_own_are_known(monkeypatch, tmp_pa
 def test_keras_tuners_own_search_in_every_task_of_a_job_is_refused(
     tmp_path, monkeypatch, strategies
 ):
-    monkeypatch.setattr(job, "_made", [Job(strategy=strategies[1], kind="multiworker")])
+    monkeypatch.setattr(job, "_made", [Job(strategy=strategies[1], kind=KINDS["multiworker"])])
     tuner = make_tuner(tmp_path, distribution_strategy=strategies[1])
     trial = tuner.oracle.create_trial("t")
     assert refused(lambda: tuner.run_trial(trial, X, Y)) == ("tuner.search", "search-in-a-job")

@@ -38,7 +38,7 @@ class Ledger(RunObserver):
         assert feed.can_record, f"no indices: {feed.source.describe()}"
         feed.records = True
         # Under multiworker each task writes its replicas' examples; else the chief writes all.
-        writes = job.kind == "multiworker" or job.is_chief
+        writes = job.kind.name == "multiworker" or job.is_chief
         attempts = np.zeros(job.num_replicas)
         known = [int(path.name.split("-")[1]) for path in self._directory.glob("attempt-*")]
         attempts[job.replica_ids[0]] = max(known, default=0) + 1 if writes else 0

@@ -244,7 +244,7 @@ def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
     state = JobState(
         job_tasks=(W0, W1, Task("ps", 0)),
         logs=tmp_path,
-        is_ps=False,
+        has_servers=False,
         grace_s=1,
         policy=None,
         watchdog=None,

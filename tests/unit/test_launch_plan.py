@@ -20,7 +20,7 @@ from tfdist.launch.job import run_job
 from tfdist.launch.machine import Machine, listed_gpus, this_machine, visible_gpus
 from tfdist.launch.multihost.hosts import group_alone
 from tfdist.launch.options import parse
-from tfdist.launch.plan import Attempt, JobDescription, decided_strategy, render, start_method
+from tfdist.launch.plan import Attempt, JobDescription, decided_kind, render, start_method
 from tfdist.launch.run_dir import RunDir, chosen_run_dir, description_of_job
 
 
@@ -28,17 +28,17 @@ def planned(line, *, cpus=2, gpus=(), environ=None, machine=None, is_terminal=Fa
     """Returns {task name: process} for a command line."""
     options = parse([*line.split(), "train.py"])
     machine = machine or Machine(cpus=cpus, gpus=tuple(gpus))
-    strategy = decided_strategy(options, machine)
+    kind = decided_kind(options, machine)
     job = JobDescription(
         options=options,
-        strategy=strategy,
+        kind=kind,
         machine=machine,
         environ=environ or {"PATH": "/bin"},
         python="/usr/bin/python",
         run_dir=Path("/runs/a b"),
         is_terminal=is_terminal,
     )
-    group = group_alone(options, strategy)
+    group = group_alone(options, kind)
     cluster, (here,) = group.stand_in_cluster(range(5000, 6000)), group.tasks([0]).values()
     specs = job.specs(Attempt(number=3, run_dir="/runs/a b", cluster=cluster, tasks=here))
     return {str(spec.task): spec for spec in specs}
@@ -83,7 +83,7 @@ def test_the_numbers_asked_for_decide_on_the_strategy_and_tasks_start_with_the_c
     line, gpus, strategy, tasks
 ):
     machine = Machine(cpus=2, gpus=tuple(gpus))
-    assert decided_strategy(parse(line.split()), machine) == strategy
+    assert decided_kind(parse(line.split()), machine).name == strategy
     assert list(planned(line, machine=machine)) == tasks.split()
 
 

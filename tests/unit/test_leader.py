@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refusal
-from tfdist.cluster import Task
+from tfdist.cluster import KINDS, Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
 from tfdist.launch import job
 from tfdist.launch.events import (
@@ -251,7 +251,7 @@ def gather(*parts):
         return coming.pop(0) if coming else []
 
     hub.take_news = take_news
-    job = SimpleNamespace(options=options, strategy="ps")
+    job = SimpleNamespace(options=options, kind=KINDS["ps"])
     part = SimpleNamespace(job=job, group=group, screen=Mock(), processes=Mock(wait=wait))
     Team(part, hub, clock=lambda: clock.now_s).gather()
     return clock.now_s

@@ -45,7 +45,7 @@ def observed(run_dir, events, **options):
     state = JobState(
         job_tasks=[WORKER],
         logs=logs,
-        is_ps=False,
+        has_servers=False,
         grace_s=10,
         policy=None,
         watchdog=None,

@@ -450,7 +450,7 @@ def play(history):
     state = JobState(
         job_tasks=tasks(JOBS[job]),
         logs=Path(),
-        is_ps=job.startswith("ps"),
+        has_servers=job.startswith("ps"),
         grace_s=grace_s,
         min_workers=rules["min_workers"],
         policy=RestartPolicy(max_restarts=rules["max_restarts"] or 0, window_s=3600),

@@ -21,7 +21,7 @@ from tfdist.cluster import (
     from_environ,
     job_configs,
     read_environment,
-    resolved_strategy,
+    resolved_kind,
 )
 from tfdist.errors import UsageError
 
@@ -71,7 +71,7 @@ def test_the_kind_the_chief_and_the_replicas_follow_from_the_addresses(
     lists, kind, chief, replica_tasks
 ):
     cluster = ClusterSpec.from_dict(lists)
-    assert (cluster.kind, str(cluster.chief_task)) == (kind, chief)
+    assert (cluster.kind.name, str(cluster.chief_task)) == (kind, chief)
     assert cluster.num_replica_tasks == replica_tasks
 
 
@@ -87,7 +87,7 @@ def test_a_bad_address_is_refused_with_its_task_and_the_fix(address):
     error = refusal(lambda: ClusterSpec(worker=("good:1", address)))  # type: ignore[arg-type]
     code = "TFC011" if address in BAD_PORTS else "TFC010"
     assert (error.where, error.code) == ("cluster worker-1", code)
-    assert ClusterSpec(worker=tuple(re.findall(r'"([^"]*)"', error.fix))).kind == "multiworker"
+    assert ClusterSpec(worker=tuple(re.findall(r'"([^"]*)"', error.fix))).kind.name == "multiworker"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def configs(draw):
     cluster = ClusterSpec.from_dict(draw(st.sampled_from(lists)))
     counts = ("devices_per_worker", "threads_per_task", "split_bytes", "min_workers")
     options = JobOptions(
-        strategy=draw(st.sampled_from(["auto", cluster.kind])),
+        strategy=draw(st.sampled_from(["auto", cluster.kind.name])),
         startup_timeout_s=draw(st.floats(0, 1e9, exclude_min=True)),
         run_dir=draw(st.none() | st.text(min_size=1).filter(lambda s: s.strip() and "\0" not in s)),
         attempt=draw(st.integers(1, 2**31 - 1)),
@@ -177,7 +177,7 @@ def test_a_training_task_never_sees_the_evaluator_and_knows_that_there_is_one():
 def test_an_evaluator_may_stand_in_its_cluster_or_not(cluster):
     config = decode(config_text(cluster=cluster, task={"type": "evaluator", "index": 0}))
     assert config.cluster == ClusterSpec.from_dict(cluster)
-    assert resolved_strategy(config) == "auto"
+    assert resolved_kind(config).name == "auto"
 
 
 def test_each_task_of_a_job_gets_its_config_in_order():
@@ -206,7 +206,7 @@ def test_each_task_of_a_job_gets_its_config_in_order():
 def test_auto_is_resolved_by_the_cluster(cluster, asked, resolved):
     spec, options = ClusterSpec.from_dict(cluster), JobOptions(strategy=asked)
     config = TaskConfig(cluster=spec, task=Task("worker", 0), options=options)
-    assert resolved_strategy(config) == resolved
+    assert resolved_kind(config).name == resolved
 
 
 # Mistakes

@@ -145,7 +145,7 @@ class Job:
         self.watchdog = Watchdog(
             hang_timeout_s=float(hang_s),
             startup_timeout_s=float(startup_s),
-            is_ps=job == "ps",
+            has_servers=job == "ps",
             chief=self.tasks[0],
             state_of=self.states.get,
             is_held_up=lambda: self.is_held_up,

@@ -29,13 +29,14 @@ from tfdist.outputs.display import (
     strategy_line,
 )
 from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
-from tfdist.strategy import Job, barrier, broadcast, current_job, is_chief, make_strategy
+from tfdist.strategy import barrier, broadcast, current_job, is_chief, make_strategy
 from tfdist.strategy.group import whole
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.evaluation import Evaluator
 from tfdist.training.fitting import fit
-from tfdist.training.metrics_file import MetricsFile, worker_steps
+from tfdist.training.metrics_file import MetricsFile
+from tfdist.training.program import engine_class
 from tfdist.training.trackers import make_tracker
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str
     if chief:
         seed = _seed(config, directory, overwrite=overwrite)
         claim = directory.claim({**config.to_dict(), "seed": seed}, overwrite, free=FREE)
-    if claim is Claim.FINISHED and (task is None or task.cluster.kind != "multiworker"):
+    if claim is Claim.FINISHED and (task is None or not task.cluster.kind.has_collectives):
         return _show_finished(directory)
     is_evaluator = task is not None and task.task.type == "evaluator"
     if is_evaluator and not overwrite and (directory.read_summary() or {}).get("status") == DONE:
@@ -247,10 +248,10 @@ def _write_summary(
     summary = {
         "status": status,
         "ended_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "strategy": job.kind,
+        "strategy": job.kind.name,
         "workers": workers,
         "ps": len(cluster.ps) if cluster else 0,
-        "replicas": workers if job.kind == "ps" else job.num_replicas,
+        "replicas": workers if job.kind.has_servers else job.num_replicas,
         "steps": step,
         "examples": plan.examples_before(step),
         "virtual_epochs": sum(end <= step for end in plan.step_starts[1:]),
@@ -259,23 +260,10 @@ def _write_summary(
         "weights_sha256": weights_sha256(model),
         "state_sha256": state_digest,
         "resumed_from_step": reporter.first_step or None,
-        **(_ps_summary(model, job) if job.kind == "ps" else {}),
+        **engine_class(job).summary(model, job),
     }
     directory.write_summary(summary)
     return summary
-
-
-def _ps_summary(model: keras.Model, job: Job) -> dict[str, Any]:
-    """Return the counts of the steps since this process started, and the bytes on each ps."""
-    from tfdist.ps.strategy import bytes_on_servers
-    from tfdist.ps.workers import worker_pool_of
-
-    pool = worker_pool_of(job.strategy)
-    return {
-        "worker_steps": worker_steps(),
-        **pool.account.summary(),
-        "ps_bytes": bytes_on_servers(model, job.strategy),
-    }
 
 
 def _show_finished(directory: RunDirectory) -> dict[str, Any]:

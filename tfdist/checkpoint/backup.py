@@ -355,7 +355,7 @@ def _next_directory() -> Path:
 def _place(job: Job) -> dict[str, Any]:
     """Return the known settings of the job that affect the last bits of a run's results."""
     place = {
-        "strategy": job.kind,
+        "strategy": job.kind.name,
         "replicas": job.num_replicas,
         "threads": threads_of_an_operation(),
         "tensorflow": tf.__version__,

@@ -14,16 +14,20 @@ from tfdist.cluster.tf_config import (
     encode,
     from_environ,
     job_configs,
-    resolved_strategy,
+    resolved_kind,
 )
+from tfdist.kinds import AUTO, KINDS, Kind, kind_of
 from tfdist.options import LAUNCHED, STRATEGIES, JobOptions
 
 __all__ = [
+    "AUTO",
+    "KINDS",
     "STRATEGIES",
     "TASK_TYPES",
     "ClusterSpec",
     "HeldPort",
     "JobOptions",
+    "Kind",
     "Task",
     "TaskConfig",
     "decode",
@@ -32,8 +36,9 @@ __all__ = [
     "hold_ports",
     "is_port_free",
     "job_configs",
+    "kind_of",
     "read_environment",
-    "resolved_strategy",
+    "resolved_kind",
 ]
 
 

@@ -439,9 +439,9 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
 
 def _alone(job_settings: JobSettings) -> TaskConfig | None:
     """Return the config of a single process, None if all options have their defaults."""
-    strategy = job_settings.strategy
+    kind = job_settings.kind
     of_several = {
-        STRATEGY: strategy if strategy in ("multiworker", "ps", "pipeline") else None,
+        STRATEGY: kind.name if kind.has_several_tasks else None,
         PS: job_settings.ps,
         EVALUATOR: int(job_settings.evaluator),
     }
@@ -511,7 +511,7 @@ def _check_size(config: TaskConfig, environ: Mapping[str, str]) -> None:
 
 def _check_host(config: TaskConfig, variable: str, name: str) -> None:
     """Raise UsageError if TF_CONFIG lists this host, but puts this task on another host."""
-    if not name or config.cluster.kind == "single":
+    if not name or config.cluster.kind.is_one_process:
         return
     at = {t: split_address(config.cluster.address(t))[0] for t in config.cluster.training_tasks()}
     own = at[config.task]

@@ -16,6 +16,7 @@ from tfdist.cluster.ports import as_text
 from tfdist.cluster.settings import ports_of
 from tfdist.cluster.tf_config import TASK_TYPES, ClusterSpec, Task, TaskConfig
 from tfdist.errors import UsageError
+from tfdist.kinds import AUTO
 from tfdist.options import CLUSTER, EVALUATOR, PORTS, PS, STRATEGY, JobOptions, JobSettings, part
 
 DEFAULT_PORT = 2222
@@ -60,11 +61,7 @@ def place(
 
 def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig | None:
     """Return the config of the task of `rank`, or None for a job of one process."""
-    if (
-        len(hosts) == 1
-        and not job_settings.ps
-        and job_settings.strategy not in ("multiworker", "ps", "pipeline")
-    ):
+    if len(hosts) == 1 and not job_settings.ps and not job_settings.kind.has_several_tasks:
         return None
     return place(hosts, rank=rank, job_settings=job_settings)
 
@@ -77,8 +74,9 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
     Raises:
         UsageError: the job has too few or too many tasks for its settings.
     """
+    is_one_process = job_settings.kind.is_one_process
     if job_settings.evaluator:
-        if count == 1 or job_settings.strategy in ("single", "mirrored"):
+        if count == 1 or is_one_process:
             raise UsageError(
                 EVALUATOR,
                 f"an evaluator cannot join a job of {count} task{'s' * (count > 1)} "
@@ -90,7 +88,7 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
         return [*task_types(count - 1, job_settings=training), "evaluator"]
     ps = _ps_count(job_settings)
     if not ps:
-        if job_settings.strategy in ("single", "mirrored") and count > 1:
+        if is_one_process and count > 1:
             raise UsageError(
                 STRATEGY,
                 f"{job_settings.strategy} runs in one task, but the job has {count}",
@@ -160,16 +158,17 @@ def is_name(host: str) -> bool:
 
 
 def _ps_count(job_settings: JobSettings) -> int:
+    kind = job_settings.kind
     if job_settings.ps is None:
-        return int(job_settings.strategy == "ps")
-    if job_settings.strategy not in ("auto", "ps") and job_settings.ps:
+        return int(kind.has_servers)
+    if kind is not AUTO and not kind.has_servers and job_settings.ps:
         raise UsageError(
             PS,
             f"{job_settings.ps} parameter servers need {STRATEGY}=ps, not {job_settings.strategy}",
             fix=f"unset {PS}, or set {STRATEGY}=ps",
             code="ENV004",
         )
-    if job_settings.strategy == "ps" and not job_settings.ps:
+    if kind.has_servers and not job_settings.ps:
         raise UsageError(
             PS,
             f"{STRATEGY}=ps needs at least one parameter server",

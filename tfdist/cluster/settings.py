@@ -55,7 +55,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
         if text(environ, name)
     }
     settings = JobSettings(**given, attempt=1 + restarts(environ))
-    if settings.stages is not None and settings.strategy != "pipeline":
+    if settings.stages is not None and not settings.kind.has_stages:
         problem = f"stages need the strategy pipeline, but the strategy is {settings.strategy}"
         raise UsageError(STAGES, problem, fix=f"set {STRATEGY}=pipeline", code="ENV001")
     ports_of(settings)

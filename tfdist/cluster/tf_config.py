@@ -12,14 +12,13 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from tfdist.cluster.address import check_address, shown
 from tfdist.errors import UsageError, near, require_int, require_one_of
+from tfdist.kinds import AUTO, KINDS, Kind
 from tfdist.options import JobOptions, table
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
-Kind = Literal["single", "multiworker", "ps"]
 
 _RANK = {type_: rank for rank, type_ in enumerate(TASK_TYPES)}
 _FIX_OF_OLD_NAMES = {
@@ -131,11 +130,11 @@ class ClusterSpec:
 
     @property
     def kind(self) -> Kind:
-        """Return ``ps`` if the cluster has a ps, ``multiworker`` if it has another training task,
-        and ``single`` otherwise."""
+        """Return the kind ``ps`` if the cluster has a ps, ``multiworker`` if it has another
+        training task, and ``single`` otherwise."""
         if self.ps:
-            return "ps"
-        return "multiworker" if self.chief or self.worker else "single"
+            return KINDS["ps"]
+        return KINDS["multiworker" if self.chief or self.worker else "single"]
 
     @property
     def chief_task(self) -> Task:
@@ -148,7 +147,7 @@ class ClusterSpec:
 
         Under multiworker these are the chief and the workers, under ps the workers.
         """
-        if self.kind == "ps":
+        if self.kind.has_servers:
             return len(self.worker)
         return max(1, len(self.chief) + len(self.worker))
 
@@ -239,7 +238,7 @@ class TaskConfig:
             object.__setattr__(self, "options", replace(self.options, evaluator=True))
         if self.task.type != "evaluator":
             object.__setattr__(self, "cluster", self.cluster.without_evaluator())
-        is_alone = self.cluster.kind == "single" and self.task == Task("worker", 0)
+        is_alone = self.cluster.kind.is_one_process and self.task == Task("worker", 0)
         if not is_alone and self.task != Task("evaluator", 0):
             self.cluster.address(self.task)
         _check_agreement(self)
@@ -307,46 +306,46 @@ def job_configs(cluster: ClusterSpec, *, options: JobOptions) -> Iterator[TaskCo
     """
     training = cluster.without_evaluator()  # computed once for all tasks
     options = replace(options, evaluator=options.evaluator or bool(cluster.evaluator))
-    alone = (Task("worker", 0),) if cluster.kind == "single" else ()
+    alone = (Task("worker", 0),) if cluster.kind.is_one_process else ()
     for task in alone + cluster.tasks():
         seen = cluster if task.type == "evaluator" else training
         yield TaskConfig(cluster=seen, task=task, options=options)
 
 
-def resolved_strategy(config: TaskConfig) -> str:
-    """Return the strategy that the config gives a task, ``auto`` if the devices decide.
+def resolved_kind(config: TaskConfig) -> Kind:
+    """Return the kind that the config gives a task, `AUTO` if the devices decide.
 
     A strategy other than ``auto`` stays. ``auto`` becomes ``ps`` if the cluster has a ps, and
     ``multiworker`` for any other cluster, even with one address. Without a cluster ``auto``
     stays, and the devices select single or mirrored. An evaluator is a separate process, so
-    every strategy except single and mirrored becomes ``auto`` for it.
+    every strategy of several tasks becomes ``auto`` for it.
     """
-    strategy = config.options.strategy
+    kind = config.options.kind
     if config.task.type == "evaluator":
-        return strategy if strategy in ("single", "mirrored") else "auto"
-    if strategy != "auto" or config.cluster.kind == "single":
-        return strategy
+        return AUTO if kind.has_several_tasks else kind
+    if kind is not AUTO or config.cluster.kind.is_one_process:
+        return kind
     return config.cluster.kind
 
 
 def _check_agreement(config: TaskConfig) -> None:
-    strategy, kind, cluster = config.options.strategy, config.cluster.kind, config.cluster
+    kind, cluster = config.options.kind, config.cluster
     count = len(cluster.training_tasks())
     is_training = config.task.type != "evaluator"
     for is_wrong, has, fix in (
-        (strategy in ("multiworker", "pipeline") and kind == "ps", "ps tasks", "remove the ps"),
+        (kind.has_collectives and cluster.ps, "ps tasks", "remove the ps"),
         (
-            is_training and strategy == "ps" and kind != "ps",
+            is_training and kind.has_servers and not cluster.ps,
             "no ps task",
             "add a chief, workers and ps",
         ),
         (
-            is_training and strategy in ("multiworker", "pipeline") and kind == "single",
+            is_training and kind.has_collectives and cluster.kind.is_one_process,
             "no address",
             'add the addresses of the workers, as in "worker": ["host:port", ...]',
         ),
         (
-            is_training and strategy in ("single", "mirrored") and count > 1,
+            is_training and kind.is_one_process and count > 1,
             f"{count} training tasks",
             "keep one training task",
         ),
@@ -354,7 +353,7 @@ def _check_agreement(config: TaskConfig) -> None:
         if is_wrong:
             raise UsageError(
                 "tfdist.strategy",
-                f"{strategy!r} is impossible, because the cluster has {has}",
+                f"{kind.name!r} is impossible, because the cluster has {has}",
                 fix=f"{fix}, or use another strategy",
                 code="TFC020",
             )

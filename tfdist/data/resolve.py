@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.cluster import Kind
 from tfdist.data.arrays import ArraySource, is_array
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.source import Nest, Source, traced_transform
@@ -52,14 +53,14 @@ def as_source(x: Nest, y: Nest = None, *, sample_weight: Nest = None) -> Source:
     return source
 
 
-def check_supported(source: Source, strategy_kind: str) -> None:
+def check_supported(source: Source, kind: Kind) -> None:
     """Raise `UsageError` if the strategy does not support the source.
 
     Under ps the workers build batches only from graph operations. They can neither run the chief's
     Python code nor read its variables. Under pipeline all tasks must read the same batches, so a
     function of InputContext is rejected.
     """
-    if strategy_kind == "pipeline" and isinstance(source, InputFunctionSource):
+    if kind.has_stages and isinstance(source, InputFunctionSource):
         raise UsageError(
             "x",
             "all stages must read the same batches, but a function of InputContext divides the "
@@ -67,7 +68,7 @@ def check_supported(source: Source, strategy_kind: str) -> None:
             fix="pass the tf.data.Dataset itself",
             code="unsupported-data",
         )
-    if strategy_kind != "ps":
+    if not kind.has_servers:
         return
     if isinstance(source, ArraySource):
         source.require_sendable()

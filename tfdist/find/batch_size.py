@@ -301,7 +301,7 @@ def find_batch_size(  # noqa: D417
     search = BatchSearch(first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
     answer, failure = dict[str, Any](), None
     if job.is_chief:
-        replicas = 1 if job.kind == "ps" else job.num_replicas
+        replicas = job.num_replicas
         try:
             with tempfile.TemporaryDirectory(prefix="tfdist-find-") as directory:
                 path = Path(directory) / "model.keras"
@@ -319,7 +319,7 @@ def find_batch_size(  # noqa: D417
 
 def replicas_here(job: Any) -> int:
     """Return how many replicas are on this machine."""
-    if job.config is None or job.kind not in ("multiworker", "ps"):
+    if job.config is None or not job.kind.has_whole_workers:
         return int(job.num_replicas)
     cluster, mine = job.config.cluster, job.config.task
     hosts = [

@@ -23,9 +23,9 @@ from tfdist.outputs.display import empty_panels
 from tfdist.strategy import Job
 from tfdist.training import building, inputs
 from tfdist.training.blocks import BlockRunner, Decision, decide
-from tfdist.training.engines import engine_for, naming_a_lost_server
+from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.inputs import Length
-from tfdist.training.program import program_of
+from tfdist.training.program import engine_class, program_of
 from tfdist.training.stop_requests import StopRequests
 
 _LOG = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def find_learning_rate(  # noqa: D417, PLR0913
     building.require_known_variables(model)
     building.require_examples_first(model, job, "train_step", feed)
     rates: list[float] = np.geomspace(lowest, highest, steps).tolist()
-    engine = engine_for(job)
+    engine = engine_class(job)(job)
     program = program_of(model, job, "train_step", feed, seed=seed)
     with (
         StopRequests() as requests,

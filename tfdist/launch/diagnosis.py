@@ -313,7 +313,7 @@ class Watchdog:
     Args:
       hang_timeout_s: Seconds that a task may be silent, or in one phase without progress.
       startup_timeout_s: Additional seconds before the task's training begins.
-      is_ps: Whether workers and ps serve a chief.
+      has_servers: Whether workers and ps serve a chief.
       chief: Task to report if all tasks are in the same phase at the same step.
       state_of: Function that returns the state of a task's process, as `proc_state`.
       is_held_up: Function that returns whether tasks are blocked by the launcher's full output.
@@ -324,7 +324,7 @@ class Watchdog:
         *,
         hang_timeout_s: float,
         startup_timeout_s: float,
-        is_ps: bool,
+        has_servers: bool,
         chief: Task,
         state_of: Callable[[Task], str | None],
         is_held_up: Callable[[], bool] = lambda: False,
@@ -332,7 +332,7 @@ class Watchdog:
         self._hang_timeout_s = hang_timeout_s
         self._suspect_s = min(_SUSPECT_S, hang_timeout_s)
         self._startup_timeout_s = startup_timeout_s
-        self._is_ps = is_ps
+        self._has_servers = has_servers
         self._chief = chief
         self._state_of = state_of
         self._is_held_up = is_held_up
@@ -456,7 +456,7 @@ class Watchdog:
         """Return whether a task only executes the chief's requests, or is the evaluator."""
         if task.task.type == "evaluator":
             return True
-        return self._is_ps and task.task != self._chief
+        return self._has_servers and task.task != self._chief
 
     def _hang(self, now_s: float, *, noticed_s: float) -> Hang | None:
         tasks = self._tasks()

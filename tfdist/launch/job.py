@@ -64,7 +64,7 @@ from tfdist.launch.plan import (
     Attempt,
     JobDescription,
     ProcessSpec,
-    decided_strategy,
+    decided_kind,
     render,
     start_method,
 )
@@ -151,14 +151,14 @@ def _described(
 ) -> tuple[JobDescription, Group]:
     """Return this host's part of a job, and the group of hosts."""
     machine = this_machine(environ)
-    strategy = decided_strategy(options, machine)
-    group = group or group_alone(options, strategy)
+    kind = decided_kind(options, machine)
+    group = group or group_alone(options, kind)
     has_tasks = group.num_tasks(group.rank) > 0 or not group.others
     is_imported = has_tasks and imports_tensorflow(options.program, search=search)
     start = start_method(options, machine, imports_tensorflow=is_imported)
     job = JobDescription(
         options=options,
-        strategy=strategy,
+        kind=kind,
         ports=options.port_range,
         machine=machine,
         environ=environ,
@@ -258,7 +258,7 @@ def _stand_in_specs(job: JobDescription, group: Group) -> Sequence[ProcessSpec]:
 
 
 def _show(job: JobDescription, group: Group, specs: Sequence[ProcessSpec]) -> int:
-    head = f"# strategy {job.strategy}, run directory {job.run_dir}\n"
+    head = f"# strategy {job.kind}, run directory {job.run_dir}\n"
     if group.others:
         hosts = ", ".join(h for h, n in zip(group.hosts, group.slots, strict=True) if n)
         head += f"# on {hosts}; names and ports are placeholders until the agents choose them\n"
@@ -299,7 +299,7 @@ def _run(  # noqa: D417
         SignalPipe() as signals,
         JobProcesses(job, screen=screen, signals=signals, hold=hold) as processes,
     ):
-        if not network and not group.others and job.strategy in ("multiworker", "ps"):
+        if not network and not group.others and job.kind.has_tensorflow_servers:
             network = reach(port.port for port in ports.renewed())
         if network:
             screen.announce(network)
@@ -384,7 +384,7 @@ class JobRun:
         self._run_dir = run_dir
         self._report_file = job.run_dir / REPORT_FILE
         self._entries = earlier_attempts(job.run_dir)
-        description = description_of_job(job.strategy, argv=sys.orig_argv)
+        description = description_of_job(job.kind.name, argv=sys.orig_argv)
         self._description = {**description, **command_of(job.given)}
         self._policy = RestartPolicy(
             max_restarts=job.options.max_restarts, window_s=job.options.restart_window_s
@@ -440,16 +440,15 @@ class JobRun:
 
     def _run_attempt(self, logs: Path, *, restarts: int) -> JobState:
         """Run one attempt, add its entry to the report, and return its final state."""
-        options, strategy, number = self._job.options, self._job.strategy, self._run_dir.attempt
+        options, kind, number = self._job.options, self._job.kind, self._run_dir.attempt
         self._team.begin(attempt=number, restarts=restarts)
         tasks = [*self._team.host_of]
         if not restarts:
-            self._screen.announce(f"strategy {strategy}: {_counted(tasks)}")
-        is_ps = strategy == "ps"
+            self._screen.announce(f"strategy {kind}: {_counted(tasks)}")
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
-            is_ps=is_ps,
+            has_servers=kind.has_servers,
             chief=tasks[0],
             state_of=self._team.state_of,
             is_held_up=lambda: self._team.is_held_up,
@@ -457,7 +456,7 @@ class JobRun:
         state = JobState(
             job_tasks=tasks,
             logs=logs,
-            is_ps=is_ps,
+            has_servers=kind.has_servers,
             grace_s=options.grace_s,
             min_workers=options.min_workers,
             policy=self._policy,
@@ -468,7 +467,7 @@ class JobRun:
             self._job.run_dir,
             logs=logs,
             attempt=number,
-            strategy=strategy,
+            strategy=kind.name,
             epoch_s=_epoch_s,
             hosts=self._screen.hosts,
             is_here=lambda task: not self._team.host_of[task],

@@ -17,6 +17,7 @@ from typing import Literal, NoReturn
 
 from tfdist.cluster.ports import parse_ports
 from tfdist.errors import UsageError, mutually_exclusive
+from tfdist.kinds import AUTO, KINDS
 from tfdist.options import (
     LaunchFlags,
     asks_for_help,
@@ -63,8 +64,9 @@ class LaunchOptions(LaunchFlags):
     program: Program = Program()
 
     def __post_init__(self) -> None:
-        if self.stages is not None and self.strategy == "auto":
-            object.__setattr__(self, "strategy", "pipeline")
+        for value, strategy in ((self.stages, "pipeline"), (self.ps, "ps")):
+            if value is not None and self.strategy == AUTO.name:
+                object.__setattr__(self, "strategy", strategy)
         if self.stages is not None and self.workers == 1:
             object.__setattr__(self, "workers", self.stages)  # one task per stage
         check(self, "--{0.name}", code="bad-value")
@@ -86,23 +88,22 @@ class LaunchOptions(LaunchFlags):
 
 def _check_strategy(options: LaunchOptions) -> None:
     """Refuse options that the strategy does not use."""
-    strategy, workers, hosts = options.strategy, options.workers, options.hosts
-    if strategy == "auto" and options.ps is not None:
-        strategy = "ps"
-    possible = ("single", "mirrored", "multiworker") if strategy == "auto" else (strategy,)
+    kind, workers, hosts = options.kind, options.workers, options.hosts
+    of_no_part = [name for name, one in KINDS.items() if not one.divides_variables]
+    possible = of_no_part if kind is AUTO else [kind.name]
     for name, rule in table(LaunchFlags).items():
         is_used = not rule.strategies or not set(rule.strategies).isdisjoint(possible)
         if getattr(options, name) not in (None, False) and not is_used:
             fix = f"leave --{name} out, or use --strategy {rule.strategies[0]}"
-            _refuse(name, f"strategy {strategy} does not use it", fix)
-    if strategy in ("single", "mirrored") and (workers > 1 or hosts is not None):
+            _refuse(name, f"strategy {kind} does not use it", fix)
+    if kind.is_one_process and (workers > 1 or hosts is not None):
         name = "workers" if workers > 1 else "hosts"
         fix = f"use --strategy multiworker, or leave --{name} out"
-        _refuse(name, f"--strategy {strategy} is a job of one process", fix)
-    if strategy == "single" and (options.devices_per_worker or 1) > 1:
+        _refuse(name, f"--strategy {kind} is a job of one process", fix)
+    if kind.has_one_replica and (options.devices_per_worker or 1) > 1:
         _refuse("devices_per_worker", "a single job has one device", "use --strategy mirrored")
     is_here = options.where == "local" and hosts is None
-    if options.min_workers is not None and is_here and strategy != "ps":
+    if options.min_workers is not None and is_here and not kind.has_servers:
         fix = "leave --min_workers out, or use --strategy ps"
         _refuse("min_workers", "only a ps job on one machine starts without all workers", fix)
 

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfdist.cluster import (
+    AUTO,
+    KINDS,
     ClusterSpec,
+    Kind,
     Task,
     TaskConfig,
     job_configs,
@@ -78,7 +81,7 @@ class JobDescription:
     """Description of a job, without its ports."""
 
     options: LaunchOptions
-    strategy: str
+    kind: Kind
     machine: Machine
     environ: Mapping[str, str]
     run_dir: Path
@@ -108,11 +111,11 @@ class JobDescription:
         job_options = part(
             JobOptions,
             options,
-            strategy=self.strategy,
-            min_workers=options.min_workers if self.strategy == "ps" else None,
+            strategy=self.kind.name,
+            min_workers=options.min_workers if self.kind.has_servers else None,
             run_dir=attempt.run_dir,
             attempt=attempt.number,
-            stages=(options.stages or options.workers) if self.strategy == "pipeline" else None,
+            stages=(options.stages or options.workers) if self.kind.has_stages else None,
             terminal=self.is_terminal,
         )
         gpus = _divide_gpus(self, attempt.tasks)
@@ -123,26 +126,25 @@ class JobDescription:
         )
 
 
-def decided_strategy(options: LaunchOptions, machine: Machine) -> str:
-    """Return the job's strategy. ``auto`` is resolved from the numbers of tasks and devices.
+def decided_kind(options: LaunchOptions, machine: Machine) -> Kind:
+    """Return the job's kind. ``auto`` is resolved from the numbers of tasks and devices.
 
     Raises:
         UsageError: ``--evaluator`` is set for a job of one process.
     """
-    strategy = options.strategy
-    if strategy == "auto":
+    kind = options.kind
+    if kind is AUTO:
         devices = options.devices_per_worker or len(machine.gpus)
         alone = "mirrored" if devices > 1 else "single"
-        several = "multiworker" if options.workers > 1 else alone
-        strategy = "ps" if options.ps is not None else several
-    if options.evaluator and strategy in ("single", "mirrored"):
+        kind = KINDS["multiworker" if options.workers > 1 else alone]
+    if options.evaluator and kind.is_one_process:
         raise UsageError(
             "--evaluator",
-            f"a {strategy} job has only one process, so an evaluator cannot join it",
+            f"a {kind} job has only one process, so an evaluator cannot join it",
             fix="leave --evaluator out, or use --strategy ps, multiworker or pipeline",
             code="exclusive",
         )
-    return strategy
+    return kind
 
 
 def start_method(
@@ -192,7 +194,7 @@ def _process(
     defaults |= _thread_defaults(job, config, attempt.tasks)
     if not job.machine.has_gpu_driver:
         defaults["CUDA_VISIBLE_DEVICES"] = "-1"  # else each task logs that it found no GPU
-    if config.cluster.kind == "ps":
+    if config.cluster.kind.has_servers:
         defaults["GRPC_FAIL_FAST"] = "use_caller"
     forced |= _without_proxy(job.environ, config.cluster)
     added = forced | {k: v for k, v in defaults.items() if k not in {**job.environ, **forced}}
@@ -220,7 +222,7 @@ def _thread_defaults(
     computing = max(1, sum(task.type in ("worker", "ps", "evaluator") for task in here))
     share = max(1, job.machine.cpus // computing)
     inter_op = max(2, job.options.threads_per_task or share)
-    if cluster.kind == "ps" and config.task.type in ("chief", "ps"):
+    if cluster.kind.has_servers and config.task.type in ("chief", "ps"):
         inter_op = max(inter_op, len(cluster.worker) + _SPARE_THREADS)
     return {**_compute_threads(share), "TF_NUM_INTEROP_THREADS": str(inter_op)}
 
@@ -252,9 +254,10 @@ def _divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]
     if not gpus:
         return {}
     workers = [task for task in here if task.type == "worker"]
-    most = 1 if job.strategy in ("ps", "pipeline") else len(gpus)  # GPUs that one task can use
+    kind = job.kind
+    most = 1 if kind.has_several_tasks and kind.has_one_device else len(gpus)  # for one task
     each = job.options.devices_per_worker or min(most, len(gpus) // max(1, len(workers)) or 1)
-    shared = job.strategy == "ps" and each == 1  # ps workers can share a GPU
+    shared = not kind.is_synchronous and each == 1  # collectives of two tasks cannot share a GPU
     if each * len(workers) > len(gpus) and not shared:
         raise UsageError(
             "--workers" if job.options.devices_per_worker is None else "--devices_per_worker",

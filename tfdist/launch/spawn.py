@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tfdist.cluster import read_environment
+from tfdist.cluster import KINDS, read_environment
 from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near, require
 from tfdist.launch.ending import SPAWN
 from tfdist.launch.events import exit_code_of
@@ -158,7 +158,7 @@ def _keywords(
 def _flags(
     strategy: str, workers: int | None, ps: int, options: Mapping[str, Any]
 ) -> Sequence[str]:
-    several = strategy in ("multiworker", "ps")
+    several = strategy in KINDS and KINDS[strategy].has_whole_workers
     given = {
         "strategy": strategy,
         "workers": 2 if workers is None and several else workers,

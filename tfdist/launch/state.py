@@ -155,7 +155,7 @@ class JobState:
     tasks: dict[Task, TaskState] = field(init=False)
     logs: Path
     """Directory of this attempt's logs."""
-    is_ps: bool
+    has_servers: bool
     """Whether this is a ps job: workers and ps serve the chief, and one worker can restart."""
     grace_s: float
     """Seconds a task has to exit before it is killed."""
@@ -266,22 +266,22 @@ class JobState:
 
     def is_expendable(self, task: Task) -> bool:
         """Return whether the job can continue while a task is missing or restarts."""
-        return task == EVALUATOR or self.is_ps_worker(task)
+        return task == EVALUATOR or self.works_for_chief(task)
 
-    def is_ps_worker(self, task: Task) -> bool:
-        """Return whether a task is a worker of a ps job."""
-        return self.is_ps and task.type == "worker"
+    def works_for_chief(self, task: Task) -> bool:
+        """Return whether a task is a worker that runs the steps a chief sends."""
+        return self.has_servers and task.type == "worker"
 
     def serves_nobody(self, task: Task) -> bool:
         """Return whether a task is a worker or ps, and the chief has already finished."""
-        return self.is_ps and self.is_done and task != EVALUATOR
+        return self.has_servers and self.is_done and task != EVALUATOR
 
     def other_workers(self, failed: Container[Task]) -> list[Task]:
         """Return the running workers of a ps job that have not failed."""
         return [
             task
             for task in self.running
-            if self.is_ps_worker(task)
+            if self.works_for_chief(task)
             and task not in failed
             and self.tasks[task].failed_alone is None
         ]

@@ -148,7 +148,7 @@ class _Decision:
             return
         if not ended.status:
             state.root_cause.forget(task)
-            if not state.is_ps or task in (state.chief, EVALUATOR):
+            if not state.has_servers or task in (state.chief, EVALUATOR):
                 return
             ended = replace(ended, cause="exited before the chief (exit code 0)")
         state.root_cause.ended(ended, since_s=self._since_s, now_s=self._now_s)
@@ -185,7 +185,7 @@ class _Decision:
         tasks = f"{len(running)} tasks" if len(running) > 1 else "the task"
         self._say(f"{name}: stopping {tasks} within {grace_s:g} s (a second signal kills at once)")
         # Workers and ps of a ps job keep running until the chief has saved and exited.
-        is_saving = state.is_ps and state.is_running(chief)
+        is_saving = state.has_servers and state.is_running(chief)
         servers = set(running) - {chief} if is_saving else set()
         as_term = signum in (signal.SIGPIPE, signal.SIGHUP)  # programs do not save on these signals
         self._stop(signal.SIGTERM if as_term else signum, within_s=grace_s, but=servers)
@@ -266,8 +266,8 @@ class _Decision:
     def _first(self, failure: Failure) -> Failure:
         """Return the first worker's failure if `failure` leaves no worker, else `failure`."""
         state = self._state
-        lost = [past for past in state.lost if state.is_ps_worker(past.task)]
-        is_last = state.is_ps_worker(failure.task) and not state.other_workers({failure.task})
+        lost = [past for past in state.lost if state.works_for_chief(past.task)]
+        is_last = state.works_for_chief(failure.task) and not state.other_workers({failure.task})
         is_mistake = failure.exit_code == EXIT_USAGE
         return lost[0] if lost and is_last and not is_mistake else failure
 
@@ -343,7 +343,7 @@ class _Decision:
         """Tell workers and ps to exit, once, after the chief and the evaluator have exited."""
         state = self._state
         is_evaluated = state.is_ending or not state.is_running(EVALUATOR)
-        if state.is_ps and state.is_done and is_evaluated and not state.are_servers_closed:
+        if state.has_servers and state.is_done and is_evaluated and not state.are_servers_closed:
             self._end_served()
 
     def _end_served(self) -> None:
@@ -367,7 +367,7 @@ class _Decision:
     def _kill_overdue(self) -> None:
         state = self._state
         # After the chief has exited, TensorFlow may block SIGTERM in workers and ps.
-        is_served_out = state.is_ps and not state.is_running(state.chief)
+        is_served_out = state.has_servers and not state.is_running(state.chief)
         if not is_served_out and not state.verdict.restart:
             self._say(f"{named(state.running)} did not exit within the grace period; killed")
         self._kill()

@@ -23,6 +23,7 @@ from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.stage import MicroBatch, Stage, StageLinks, Tensors
 from tfdist.pipeline.staged import StagedModel, staged_model
+from tfdist.pipeline.union import making_empty_slots
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import rows_of_all_tasks
 from tfdist.strategy.stages import Stages
@@ -310,6 +311,10 @@ class PipelineEngine(Engine):
             if lost and isinstance(error, tf.errors.OpError):
                 raise PeerLost(lost) from error
             raise
+
+    @staticmethod
+    def creating_slots(optimizer: Any, job: Job) -> contextlib.AbstractContextManager[None]:
+        return making_empty_slots(optimizer) if job.has_peers else contextlib.nullcontext()
 
 
 @functools.cache

@@ -29,11 +29,14 @@ from tfdist.errors import require
 from tfdist.ps.keras_compat import UpdateCounts
 from tfdist.ps.members import Members
 from tfdist.ps.messages import READS, function_names, outermost, read_together
-from tfdist.ps.workers import Done, WorkerIncarnation, worker_pool_of
+from tfdist.ps.split import parts_of
+from tfdist.ps.strategy import bytes_on_servers, log_placement
+from tfdist.ps.workers import Done, WorkerIncarnation, is_of_the_network, worker_pool_of
 from tfdist.strategy import Job
+from tfdist.strategy.devices import server_of
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import adding_in_order, compiled
-from tfdist.training.program import StepProgram, run_replica
+from tfdist.training.program import Engine, StepProgram, run_replica
 
 _CLOSURE_STEPS = 32
 _CLOSURES_PER_WORKER = 2
@@ -48,7 +51,7 @@ class DispatchedBlock(NamedTuple):
     future: Future[Done]
 
 
-class ParameterServerEngine:
+class ParameterServerEngine(Engine):
     """Engine that runs a range of steps as work units. Only the chief calls it."""
 
     def __init__(self, job: Job) -> None:
@@ -207,6 +210,34 @@ class ParameterServerEngine:
                     outputs=outputs,
                 )
         return self._work[program]
+
+    @staticmethod
+    def is_of_scope(variable: Any, job: Job) -> bool:
+        return all(server_of(part) is not None for part in parts_of(variable))
+
+    @staticmethod
+    def log_built(model: keras.Model, job: Job) -> None:
+        log_placement(model, job.strategy)
+
+    @staticmethod
+    def lost_task(error: tf.errors.OpError, job: Job) -> str:
+        gone = Members.of(job.strategy).missing() if is_of_the_network(error) else []
+        return str(gone[0]) if gone else ""
+
+    @staticmethod
+    def worker_steps(job: Job) -> dict[str, int]:
+        """Return the steps of each worker since this process started."""
+        shares = worker_pool_of(job.strategy).shares
+        return {f"worker-{index}": share.steps for index, share in shares.items()}
+
+    @staticmethod
+    def summary(model: keras.Model, job: Job) -> dict[str, Any]:
+        """Return the counts of the steps since this process started, and the bytes on each ps."""
+        return {
+            "worker_steps": ParameterServerEngine.worker_steps(job),
+            **worker_pool_of(job.strategy).account.summary(),
+            "ps_bytes": bytes_on_servers(model, job.strategy),
+        }
 
 
 def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> int:

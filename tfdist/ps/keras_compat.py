@@ -1,12 +1,13 @@
 """Workarounds for Keras that only a step with parameter servers needs.
 
-They are installed with those of `tfdist.training.keras_compat` if `tfdist.ps` is imported, which
-only a ps job does. The module also exports the other helpers that such a step needs.
+They are installed with those of `tfdist.training.keras_compat` if this module is imported, which
+only a ps job does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,23 +19,14 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.optimizers.muon import Muon
 from tensorflow.python.distribute import distribute_lib
 
-from tfdist.errors import require
 from tfdist.ps.messages import sent_together
-from tfdist.ps.split import SplitVariable, parts_of, reading_once, require_by_rows
+from tfdist.ps.split import parts_of, reading_once, require_by_rows
 from tfdist.strategy.devices import server_of
-from tfdist.training.keras_compat.trace import Original, StepTrace, replaces
+from tfdist.training.keras_compat.trace import CONTEXTS, Original, StepTrace, replaces
 
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 _BASE = f"{_KERAS}/optimizers/base_optimizer.py"
-__all__ = [
-    "SplitVariable",
-    "UpdateCounts",
-    "hold",
-    "reading_once",
-    "require_by_rows",
-    "sent_together",
-    "taken",
-]
+CONTEXTS.append(reading_once)
 
 
 class UpdateCounts:
@@ -134,13 +126,12 @@ def _growing_past_the_step(
 # Ended by: no release, Keras 3.15.1 included.
 
 
-def taken(variable: Any, trace: StepTrace) -> tf.Tensor:
-    """Return a sum of gradients in `trace.taken`, subtracted from its server once per step."""
-    parts = trace.taken[id(variable)]
-    if not parts:
-        for part in parts_of(variable._value):
-            with tf.device(part.device):
-                parts.append(_take(part))
+def taken(variable: Any) -> tf.Tensor:
+    """Subtract a sum of gradients from its server, and return it."""
+    parts = []
+    for part in parts_of(variable._value):
+        with tf.device(part.device):
+            parts.append(_take(part))
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
@@ -166,12 +157,16 @@ def _take(part: Any) -> tf.Tensor:
 
 
 @replaces(BaseOptimizer, "_backend_apply_gradients", issue=f"{_BASE}#L535")
-def _about_to_take(
+def _about_to_update(
     original: Original, trace: StepTrace, self: Any, grads: Any, trainable_variables: Any
 ) -> Any:
+    require_by_rows(self, trainable_variables)
+    trace.packed = sent_together
     if self.gradient_accumulation_steps:
         sums = [one for one in self._accumulated_gradients if one is not None]
-        trace.taken.update((id(one), []) for one in sums if _are_on_servers([one._value]))
+        for one in sums:
+            if _are_on_servers([one._value]):
+                trace.taken[id(one)] = functools.cache(functools.partial(taken, one))
     return original(self, grads, trainable_variables)
 
 
@@ -277,24 +272,3 @@ def _on_its_server(original: Original, trace: StepTrace, self: Any) -> Callable[
             return own(variable)
 
     return on_its_server
-
-
-# The step holds the metrics of a ps job in tensors, not in variables. A tensor created in a
-# condition, loop or function cannot be used outside, so updates must be in the step itself.
-
-
-def hold(variable: Any, value: tf.Tensor, trace: StepTrace) -> None:
-    """Set the value of a variable that the step holds in a tensor.
-
-    Raises:
-      UsageError: The call is in a condition, loop or function within the step.
-    """
-    require(
-        trace.is_in_step(),
-        "metrics",
-        f"a tf.cond, tf.while_loop or tf.function of the step updates {variable.path}",
-        fix="update it in the step itself (with tf.where or a Python loop), or return the count "
-        "and update the metric with it",
-        code="metric-in-step",
-    )
-    trace.local[id(variable)] = tf.cast(value, trace.local[id(variable)].dtype)

@@ -23,22 +23,19 @@ from tensorflow.python.distribute.parameter_server_strategy_v2 import (
 )
 from tensorflow.python.framework import ops
 
-from tfdist.cluster import JobOptions, TaskConfig
+from tfdist.cluster import KINDS, JobOptions, TaskConfig
 from tfdist.cluster.local_only import restricting_server
 from tfdist.ps.members import Members, VersionHandshake, serve
 from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
-from tfdist.strategy import rendezvous
+from tfdist.strategy import Job, rendezvous
 from tfdist.strategy.devices import server_of
+from tfdist.strategy.make import give_sigterm_back, resolver
 
 _LOG = logging.getLogger(__name__)
 
 
-def parameter_server(
-    config: TaskConfig,
-    resolver: tf.distribute.cluster_resolver.ClusterResolver,
-    options: JobOptions,
-) -> tf.distribute.Strategy:
-    """Return the strategy of a ps job on the chief. On any other task, serve and never return."""
+def parameter_server_job(config: TaskConfig, options: JobOptions, **of_other_kinds: Any) -> Job:
+    """Return the job of a ps job's chief. On a worker or ps, serve and never return."""
     timeout_s = options.startup_timeout_s
     if config.task.type in ("worker", "ps"):
         serve(config, timeout_s=timeout_s)
@@ -50,9 +47,15 @@ def parameter_server(
     with rendezvous.answering(config) as listener, versions.receiving_at(listener):
         workers = members.wait(config, timeout_s=timeout_s, versions=versions)
     with rendezvous.last_resort(timeout_s=timeout_s), restricting_server(config):
-        return ElasticParameterServerStrategy(
-            resolver, members=members, workers=workers, split_bytes=options.split_bytes
+        # A step runs on one device. A worker's second device would repeat the batch.
+        strategy = ElasticParameterServerStrategy(
+            resolver(config, most_gpus=1),
+            members=members,
+            workers=workers,
+            split_bytes=options.split_bytes,
         )
+    give_sigterm_back()
+    return Job(strategy=strategy, kind=KINDS["ps"], config=config)
 
 
 class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy):

@@ -112,7 +112,7 @@ def export_model(
             one_line_errors(f"export: cannot write to {directory}"),
             _publishing(directory, name, version) as (target, unfinished),
         ):
-            export = _write(model if job.kind == "single" else _copy(model), nest, unfinished)
+            export = _write(model if job.kind.has_one_replica else _copy(model), nest, unfinished)
             manifest = {
                 "version": int(target.name),
                 "name": name,

@@ -67,6 +67,11 @@ def send_in_large_pieces() -> None:
     context._config = config
 
 
+def one_device() -> str:
+    """Return the name of the first GPU, or of the CPU if there is no GPU."""
+    return "/GPU:0" if tf.config.list_physical_devices("GPU") else "/CPU:0"
+
+
 def replica_devices(count: int | None) -> list[str]:
     """Return the names of `count` GPUs, or of `count` logical CPUs if there is no GPU.
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.trackable.base import CheckpointInitialValue
 
 from tfdist import phases
-from tfdist.cluster import read_environment, resolved_strategy
+from tfdist.cluster import read_environment, resolved_kind
 from tfdist.errors import PeerLost, UsageError, require
 from tfdist.strategy.job import Job, current_job
 
@@ -69,7 +69,7 @@ def broadcast(value: Any = None) -> Any:
     arrays: list[np.ndarray[Any, Any]] = []
     if job is None or job.is_chief:  # check in a single process, too
         payload = json.dumps(_encoded(value, arrays)).encode()
-    if job is None or job.kind not in ("multiworker", "pipeline"):
+    if job is None or not job.kind.has_collectives:
         return value
     return _broadcast(job, payload, arrays)
 
@@ -78,7 +78,7 @@ def _own_job(collective: str) -> Job | None:
     """Return the job of this process, None in a single process."""
     job = current_job()
     config = read_environment(os.environ) if job is None else None
-    if config is not None and resolved_strategy(config) in ("multiworker", "pipeline"):
+    if config is not None and resolved_kind(config).has_collectives:
         raise UsageError(
             collective,
             f"{config.task} runs a collective before make_strategy has connected the tasks",

@@ -12,13 +12,11 @@ from keras.src.backend.common import KerasVariable
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
-from tfdist.cluster import TaskConfig, read_environment, resolved_strategy
+from tfdist.cluster import AUTO, KINDS, Kind, TaskConfig, read_environment, resolved_kind
 from tfdist.errors import UsageError
 from tfdist.strategy.native import route_keras
 from tfdist.strategy.ring import Ring
 from tfdist.strategy.stages import Stages
-
-KINDS = ("single", "mirrored", "multiworker", "ps", "pipeline")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +25,14 @@ class Job:
 
     Attributes:
       strategy: TensorFlow strategy of the model's variables.
-      kind: Strategy name, one of `KINDS`.
+      kind: Kind of the strategy, one of `KINDS`.
       config: Decoded TF_CONFIG, None for a single process.
       ring: Ring that sums gradients over the workers, None if TensorFlow's collectives do.
       stages: Place in the pipeline, None in other jobs.
     """
 
     strategy: tf.distribute.Strategy
-    kind: str
+    kind: Kind
     config: TaskConfig | None = None
     ring: Ring | None = None
     stages: Stages | None = None
@@ -42,9 +40,9 @@ class Job:
     @property
     def has_peers(self) -> bool:
         """True if several tasks run each step together and sum over all tasks."""
-        if self.kind == "pipeline":
+        if self.kind.has_stages:
             return self.ring is not None
-        return self.kind == "multiworker" and self.strategy.num_replicas_in_sync > 1
+        return self.kind.has_collectives and self.strategy.num_replicas_in_sync > 1
 
     @property
     def is_chief(self) -> bool:
@@ -71,7 +69,12 @@ class Job:
     @property
     def num_replicas(self) -> int:
         """Number of devices that compute one step together, 1 under ps."""
-        return 1 if self.kind == "ps" else self.strategy.num_replicas_in_sync
+        return self.strategy.num_replicas_in_sync if self.kind.is_synchronous else 1
+
+    @property
+    def is_replicated(self) -> bool:
+        """True if several replicas, or the workers of a ps job, run the steps."""
+        return self.num_replicas > 1 or self.kind.has_servers
 
     @property
     def num_tasks(self) -> int:
@@ -90,7 +93,7 @@ class Job:
     @property
     def num_workers(self) -> int:
         """Number of workers under ps, else 1."""
-        return len(self.config.cluster.worker) if self.kind == "ps" and self.config else 1
+        return len(self.config.cluster.worker) if self.kind.has_servers and self.config else 1
 
     @property
     def replica_ids(self) -> tuple[int, ...]:
@@ -130,11 +133,13 @@ def job_of(strategy: tf.distribute.Strategy) -> Job:
         if job.strategy is strategy:
             return job
     if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
-        return remember(Job(strategy=strategy, kind="ps", config=read_environment(os.environ)))
+        config = read_environment(os.environ)
+        return remember(Job(strategy=strategy, kind=KINDS["ps"], config=config))
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         config = read_environment(os.environ)
-        return remember(Job(strategy=strategy, kind="multiworker", config=config))
-    kind = "mirrored" if isinstance(strategy, tf.distribute.MirroredStrategy) else "single"
+        return remember(Job(strategy=strategy, kind=KINDS["multiworker"], config=config))
+    is_mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
+    kind = KINDS["mirrored" if is_mirrored else "single"]
     _require_agreement(kind)
     convert_variables_to_numbers()
     return Job(strategy=strategy, kind=kind)
@@ -159,10 +164,10 @@ def run_dir() -> Path:
     return Path(config.options.run_dir)
 
 
-def _require_agreement(kind: str) -> None:
+def _require_agreement(kind: Kind) -> None:
     config = read_environment(os.environ)
-    resolved = resolved_strategy(config) if config else "auto"
-    if config is None or resolved in ("auto", "single", kind):
+    resolved = resolved_kind(config) if config else AUTO
+    if config is None or resolved in (AUTO, KINDS["single"], kind):
         return
     raise UsageError(
         "tfdist",

@@ -17,18 +17,24 @@ import tensorflow as tf
 
 from tfdist import phases
 from tfdist.cluster import (
+    AUTO,
+    KINDS,
+    STRATEGIES,
     JobOptions,
+    Kind,
     TaskConfig,
+    kind_of,
     read_environment,
-    resolved_strategy,
+    resolved_kind,
     settings,
 )
 from tfdist.cluster.local_only import restricting_server
 from tfdist.errors import TfdistError, UsageError, require, require_one_of
+from tfdist.kinds import load
 from tfdist.options import LAUNCHED
-from tfdist.strategy import devices, rendezvous, stages
+from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.group import broadcast_initial_values
-from tfdist.strategy.job import KINDS, Job, current_job, remember
+from tfdist.strategy.job import Job, current_job, remember
 from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.strategy.ring import Ring, connect
 from tfdist.strategy.stages import PipelineOptions
@@ -97,63 +103,44 @@ def make_strategy(
     )
     devices.set_threads(options.threads_per_task)
     devices.grow_gpu_memory()
-    if kind != "mirrored" and not (config is not None and config.task.type == "evaluator"):
-        _require_devices(options, kind)  # an evaluator ignores the option
+    _require_devices(options, kind, config)
+    if kind.has_several_tasks:
+        _require_cluster(config, kind)
     with phases.entered("rendezvous"):
-        if kind in ("single", "pipeline"):
-            device = "/GPU:0" if tf.config.list_physical_devices("GPU") else "/CPU:0"
-            if placement:
-                distribution = PlacedStrategy(device, placement)
-            else:
-                distribution = tf.distribute.OneDeviceStrategy(device)
-        elif kind == "mirrored":
-            distribution = tf.distribute.MirroredStrategy(
-                devices.replica_devices(options.devices_per_worker)
-            )
-        elif kind == "multiworker":
-            distribution = _multiworker(_needed(config, kind), options, communication_options)
-        else:
-            from tfdist.ps.strategy import parameter_server
-
-            config = _needed(config, kind)
-            distribution = parameter_server(config, _resolver(config), options)
-    _give_sigterm_back()
-    job = Job(strategy=distribution, kind=kind, config=config)
-    if kind == "pipeline":
-        job = _in_stages(job, pipeline or PipelineOptions(), options)
-    if kind == "multiworker" and communication_options is None:
-        job = _in_ring(job)
+        job: Job = load(kind.make)(
+            config,
+            options,
+            placement=placement,
+            pipeline=pipeline,
+            communication_options=communication_options,
+        )
     remember(job)
     if config is not None and config.task.type == "evaluator":
         # The chief may be done before this task needs to know.
         rendezvous.chief_watch(config, timeout_s=options.startup_timeout_s)
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
-    return distribution
+    return job.strategy
 
 
-def _resolve(kind: str, config: TaskConfig | None, placement: Mapping[str, str] | None) -> str:
-    require_one_of("make_strategy(strategy)", kind, (*KINDS, "auto"))
-    resolved = resolved_strategy(config) if config else "auto"
-    if (
-        config is not None
-        and config.task.type == "evaluator"
-        and kind in ("ps", "multiworker", "pipeline")
-    ):
+def _resolve(strategy: str, config: TaskConfig | None, placement: Mapping[str, str] | None) -> Kind:
+    require_one_of("make_strategy(strategy)", strategy, STRATEGIES)
+    kind, resolved = kind_of(strategy), resolved_kind(config) if config else AUTO
+    if config is not None and config.task.type == "evaluator" and kind.has_several_tasks:
         kind = resolved  # the evaluator does not join the training strategy
     require(
-        kind == "auto" or resolved in ("auto", kind),
+        kind is AUTO or resolved in (AUTO, kind),
         "make_strategy",
-        f"strategy={kind!r} contradicts TF_CONFIG, which describes a {resolved} job",
+        f"strategy={strategy!r} contradicts TF_CONFIG, which describes a {resolved} job",
         fix=f"call make_strategy() without a strategy, or start the job with --strategy {kind}",
         code="other-strategy",
     )
-    if kind == "auto":
+    if kind is AUTO:
         kind = resolved
-    if kind == "auto":
+    if kind is AUTO:
         several = len(tf.config.list_physical_devices("GPU")) > 1 and not placement
-        kind = "mirrored" if several else "single"
+        kind = KINDS["mirrored" if several else "single"]
     require(
-        kind == "single" or not placement,
+        kind.has_one_replica or not placement,
         "make_strategy(placement)",
         f"strategy {kind} does not support a placement",
         fix="use --strategy single, or leave out placement (a pipeline divides a model by cuts)",
@@ -168,12 +155,12 @@ def _options(config: TaskConfig | None, **given: Any) -> JobOptions:
     return dataclasses.replace(config.options if config else JobOptions(), **given)
 
 
-def _same(made: Job, kind: str, placement: Mapping[str, str] | None) -> Job:
+def _same(made: Job, kind: Kind, placement: Mapping[str, str] | None) -> Job:
     other = placement is not None and placement != getattr(made.strategy, "placement", None)
     require(
-        made.kind == kind and not other,
+        made.kind is kind and not other,
         "make_strategy",
-        f"strategy={kind!r}{' with another placement' * other} conflicts with the {made.kind} "
+        f"strategy={kind.name!r}{' with another placement' * other} conflicts with the {made.kind} "
         "strategy of this process",
         fix="call make_strategy once, and pass its strategy on",
         code="second-strategy",
@@ -181,22 +168,48 @@ def _same(made: Job, kind: str, placement: Mapping[str, str] | None) -> Job:
     return made
 
 
-def _needed(config: TaskConfig | None, kind: str) -> TaskConfig:
+def _require_cluster(config: TaskConfig | None, kind: Kind) -> None:
     if config is None or not config.cluster.tasks():
         raise UsageError(
             "make_strategy",
-            f"strategy={kind!r} needs the job's tasks in TF_CONFIG, but TF_CONFIG has no cluster",
+            f"strategy={kind.name!r} needs the job's tasks in TF_CONFIG, "
+            "but TF_CONFIG has no cluster",
             fix=f"start the program with python -m tfdist.launch --strategy {kind}",
             code="no-cluster",
         )
-    return config
 
 
-def _multiworker(
+def one_device_job(
+    config: TaskConfig | None,
+    options: JobOptions,
+    *,
+    placement: Mapping[str, str] | None,
+    **of_other_kinds: Any,
+) -> Job:
+    """Return the job of one process with one replica."""
+    device = devices.one_device()
+    strategy = (
+        PlacedStrategy(device, placement) if placement else tf.distribute.OneDeviceStrategy(device)
+    )
+    return Job(strategy=strategy, kind=KINDS["single"], config=config)
+
+
+def mirrored_job(config: TaskConfig | None, options: JobOptions, **of_other_kinds: Any) -> Job:
+    """Return the job of one process with a replica on each device."""
+    replicas = devices.replica_devices(options.devices_per_worker)
+    strategy = tf.distribute.MirroredStrategy(replicas)
+    return Job(strategy=strategy, kind=KINDS["mirrored"], config=config)
+
+
+def multiworker_job(
     config: TaskConfig,
     options: JobOptions,
+    *,
     communication_options: tf.distribute.experimental.CommunicationOptions | None,
-) -> tf.distribute.Strategy:
+    **of_other_kinds: Any,
+) -> Job:
+    """Return the job of several workers, with a ring on CPUs unless options choose otherwise."""
+    is_ours = communication_options is None
     gpus, timeout_s = tf.config.list_physical_devices("GPU"), options.startup_timeout_s
     implementation = tf.distribute.experimental.CommunicationImplementation
     ring = implementation.AUTO if gpus else implementation.RING
@@ -211,7 +224,7 @@ def _multiworker(
         restricting_server(config),
     ):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(
-            cluster_resolver=_resolver(config), communication_options=communication_options
+            cluster_resolver=resolver(config), communication_options=communication_options
         )
     local = len(gpus) or 1
     expected = local * config.cluster.num_replica_tasks
@@ -223,7 +236,9 @@ def _multiworker(
         fix="give every task the same number of visible devices",
         code="devices",
     )
-    return strategy
+    job = Job(strategy=strategy, kind=KINDS["multiworker"], config=config)
+    give_sigterm_back()
+    return _in_ring(job) if is_ours else job
 
 
 def _in_ring(job: Job) -> Job:
@@ -254,17 +269,6 @@ def _in_ring(job: Job) -> Job:
     return job
 
 
-def _in_stages(job: Job, pipeline: PipelineOptions, options: JobOptions) -> Job:
-    """Return the same job, with its ring and the connections between neighbouring stages."""
-    config, timeout_s = _needed(job.config, "pipeline"), options.startup_timeout_s
-    ports = settings.ports_of(settings.from_environ(os.environ))
-    with phases.entered("rendezvous"):
-        place, ring = stages.join(config, pipeline, timeout_s=timeout_s, ports=ports)
-    if job.has_evaluator and config.task == config.cluster.chief_task:
-        rendezvous.answer_until_the_end(config)
-    return dataclasses.replace(job, ring=ring, stages=place)
-
-
 def _sum_untraced(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.ndarray:
     """Sum over workers with one replica each. Unlike `sum_over_tasks`, trace no function."""
     with phases.waiting_for_all():
@@ -272,15 +276,18 @@ def _sum_untraced(strategy: tf.distribute.Strategy, values: np.ndarray) -> np.nd
     return total
 
 
-def _require_devices(options: JobOptions, kind: str) -> None:
+def _require_devices(options: JobOptions, kind: Kind, config: TaskConfig | None) -> None:
     """Raise UsageError if `devices_per_worker` is not the number of devices that a worker uses.
 
     Under multiworker TensorFlow uses all visible GPUs, or exactly one CPU. Under ps Keras'
-    optimizers cannot update the variables of several devices.
+    optimizers cannot update the variables of several devices. A single process can choose its
+    devices. An evaluator ignores the option.
     """
-    is_group = kind == "multiworker"
-    count = len(tf.config.list_physical_devices("GPU")) or 1 if is_group else 1
-    each = "each visible GPU, or one CPU" if is_group else "one device"
+    can_choose = kind.is_one_process and not kind.has_one_device
+    if can_choose or (config is not None and config.task.type == "evaluator"):
+        return
+    count = 1 if kind.has_one_device else len(tf.config.list_physical_devices("GPU")) or 1
+    each = "one device" if kind.has_one_device else "each visible GPU, or one CPU"
     require(
         options.devices_per_worker in (None, count),
         "make_strategy",
@@ -290,19 +297,21 @@ def _require_devices(options: JobOptions, kind: str) -> None:
     )
 
 
-def _resolver(config: TaskConfig) -> tf.distribute.cluster_resolver.ClusterResolver:
-    gpus = len(tf.config.list_physical_devices("GPU"))
+def resolver(
+    config: TaskConfig, *, most_gpus: int | None = None
+) -> tf.distribute.cluster_resolver.ClusterResolver:
+    """Return TensorFlow's description of the cluster, with at most `most_gpus` in each task."""
+    gpus = len(tf.config.list_physical_devices("GPU")[:most_gpus])
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(config.cluster.as_dict()),
         task_type=config.task.type,
         task_id=config.task.index,
         rpc_layer="grpc",
-        # Under ps a step runs on one device. A worker's second device would repeat the batch.
-        num_accelerators={"GPU": 1 if config.cluster.kind == "ps" else gpus} if gpus else {},
+        num_accelerators={"GPU": gpus} if gpus else {},
     )
 
 
-def _give_sigterm_back() -> None:
+def give_sigterm_back() -> None:
     """Restore Python's handler of SIGTERM, which TensorFlow replaces when a server starts."""
     try:
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)

@@ -35,7 +35,6 @@ from tfdist.submit.request import JobRequest, pairs, wrong
 KINDS = ("job", "jobset", "trainjob")
 INSTANCE = "app.kubernetes.io/instance"
 
-_TOGETHER = ("multiworker", "pipeline")
 _NAME = re.compile("[a-z]([a-z0-9-]{0,37}[a-z0-9])?")  # role, number and random letters follow
 _INDEX = "batch.kubernetes.io/job-index"
 
@@ -52,14 +51,14 @@ class Role:
 def batch_script(request: JobRequest) -> str:
     """Return the sbatch script, or raise UsageError for a job that does not fit one srun step."""
     tasks, nodes = request.num_tasks, request.flags.nodes or 0
-    if request.strategy in _TOGETHER and request.launch.workers == 1:
+    if request.kind.has_collectives and request.launch.workers == 1:
         fix = "use --workers 2 or more, or leave --strategy out"
-        problem = f"--strategy {request.strategy} needs 2 or more under Slurm"
+        problem = f"--strategy {request.kind} needs 2 or more under Slurm"
         raise wrong("workers", problem, fix)
     if nodes > tasks:
         fix = f"use --nodes {tasks} or fewer"
         raise wrong("nodes", f"{nodes} nodes are more than the job's {tasks} tasks", fix)
-    if request.is_ps and request.flags.gpus:
+    if request.kind.has_servers and request.flags.gpus:
         problem = "the chief and the ps of a Slurm step would hold GPUs too"
         raise wrong("gpus", problem, "use --to kubernetes --kind jobset")
     if request.time_s is not None and request.time_s <= request.grace_s:
@@ -68,7 +67,7 @@ def batch_script(request: JobRequest) -> str:
         raise wrong("time", f"{limits} would stop each run at its start", fix)
     cpus, memory_mib = request.flags.cpus, request.memory_mib
     variables = request.variables()
-    if request.is_ps:
+    if request.kind.has_servers:
         variables[PS] = f"{request.num_ps}"
     run_dir = ""
     if request.launch.run_dir is None and RUN_DIR not in request.env:
@@ -82,7 +81,7 @@ def batch_script(request: JobRequest) -> str:
         tasks_per_node=-(-tasks // nodes) if nodes else None,
         mem_per_cpu_mib=-(-memory_mib // (cpus or 1)) if memory_mib else None,
         time=_clock(request.time_s) if request.time_s else None,
-        wait_s=math.ceil(request.launch.hang_timeout_s) if request.strategy in _TOGETHER else 0,
+        wait_s=math.ceil(request.launch.hang_timeout_s) if request.kind.has_collectives else 0,
         python=python,
         program=shlex.join(program),
     )
@@ -138,7 +137,7 @@ def escape_dollars(text: str) -> str:
 
 def _require_like_pods(request: JobRequest) -> None:
     """Raise UsageError if pods must differ: an indexed Job has one pod template."""
-    if request.is_ps and request.flags.gpus:
+    if request.kind.has_servers and request.flags.gpus:
         problem = "the chief and the ps would hold GPUs too with --kind job"
         raise wrong("gpus", problem, "use --kind jobset")
     if request.launch.evaluator:
@@ -149,7 +148,7 @@ def _require_like_pods(request: JobRequest) -> None:
 def _roles(request: JobRequest) -> list[Role]:
     workers = Role(name="worker", count=request.launch.workers, gpus=request.flags.gpus)
     made = [workers]
-    if request.is_ps:
+    if request.kind.has_servers:
         made = [Role(name="chief", count=1), workers, Role(name="ps", count=request.num_ps)]
     return made + [Role(name="evaluator", count=1)] * request.launch.evaluator
 
@@ -157,7 +156,7 @@ def _roles(request: JobRequest) -> list[Role]:
 def _variables(request: JobRequest, *, kind: str) -> dict[str, str]:
     """Return the variables of every pod, including the names of all pods in task order."""
     made = request.variables()
-    if request.has_several_tasks:
+    if request.kind.has_several_tasks:
         name = request.name
         if kind == "job":
             hosts = [f"{name}-{_numbers(request.num_tasks)}.{name}"]
@@ -165,7 +164,7 @@ def _variables(request: JobRequest, *, kind: str) -> dict[str, str]:
             roles = _roles(request)
             hosts = [f"{name}-{role.name}-0-{_numbers(role.count)}.{name}" for role in roles]
         made[HOSTS] = ",".join(hosts)
-    if request.is_ps:
+    if request.kind.has_servers:
         made[PS] = f"{request.num_ps}"
     return made
 

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tfdist.argument_parser import Parser
+from tfdist.cluster import AUTO, KINDS, Kind
 from tfdist.cluster.settings import holds_a_secret, names_a_secret
 from tfdist.errors import UsageError, require_int, require_one_of
 from tfdist.launch import options as launcher
 from tfdist.launch.options import LaunchOptions
 from tfdist.options import PS, RUN_DIR, STRATEGY, LaunchFlags, table
-
-SEVERAL = ("multiworker", "ps", "pipeline")
-"""Strategies of jobs with several tasks."""
 
 _WORD = r"[^\s-]\S*", "one word"
 _FORMS = {
@@ -85,7 +83,7 @@ class JobRequest:
     """References to secret values by variable, but never the values."""
 
     def __post_init__(self) -> None:
-        if self.launch.evaluator and not self.has_several_tasks:
+        if self.launch.evaluator and not self.kind.has_several_tasks:
             fix = "leave --evaluator out, or use --strategy ps, multiworker or pipeline"
             raise wrong("evaluator", "the job has only one process", fix)
         for name in self.env:
@@ -105,13 +103,10 @@ class JobRequest:
         return re.sub("[^a-z0-9]+", "-", stem).strip("-0123456789") or "tfdist"
 
     @property
-    def strategy(self) -> str:
-        """Return the strategy. It is ``auto`` only for one task, which chooses by its devices."""
-        if self.launch.strategy != "auto":
-            return self.launch.strategy
-        if self.launch.ps is not None:
-            return "ps"
-        return "multiworker" if self.launch.workers > 1 else "auto"
+    def kind(self) -> Kind:
+        """Return the kind. It is `AUTO` only for one task, which chooses by its devices."""
+        kind = self.launch.kind
+        return KINDS["multiworker"] if kind is AUTO and self.launch.workers > 1 else kind
 
     @property
     def volumes(self) -> tuple[Volume, ...]:
@@ -157,24 +152,14 @@ class JobRequest:
         return self.flags.python or "python", *self.launch.program.python_args
 
     @property
-    def has_several_tasks(self) -> bool:
-        """Return whether the job has tasks that must find each other."""
-        return self.strategy in SEVERAL
-
-    @property
-    def is_ps(self) -> bool:
-        """Return whether it is a ps job."""
-        return self.strategy == "ps"
-
-    @property
     def num_ps(self) -> int:
         """Return how many tasks are ps."""
-        return self.launch.num_ps if self.is_ps else 0
+        return self.launch.num_ps if self.kind.has_servers else 0
 
     @property
     def num_tasks(self) -> int:
         """Return the number of processes, including the chief of a ps job and an evaluator."""
-        return self.is_ps + self.launch.workers + self.num_ps + self.launch.evaluator
+        return self.kind.has_servers + self.launch.workers + self.num_ps + self.launch.evaluator
 
     @property
     def grace_s(self) -> int:
@@ -184,13 +169,13 @@ class JobRequest:
     @property
     def title(self) -> str:
         """Return a short description of the job."""
-        return f"{self.name}: strategy {self.strategy}, tasks: {self.num_tasks}"
+        return f"{self.name}: strategy {self.kind}, tasks: {self.num_tasks}"
 
     def variables(self) -> dict[str, str]:
         """Return the environment of every task, except variables for only one scheduler."""
         made = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "TF_CPP_MIN_LOG_LEVEL": "1"}
-        if self.strategy != "auto":
-            made[STRATEGY] = self.strategy
+        if self.kind is not AUTO:
+            made[STRATEGY] = self.kind.name
         made[RUN_DIR] = self.run_dir
         for name, one in _LAUNCHER.items():
             value = getattr(self.launch, name)
@@ -199,7 +184,7 @@ class JobRequest:
         threads = self.launch.threads_per_task or self.flags.cpus
         if threads:  # a container sees all CPUs of its node, not only its share
             made |= {"TF_NUM_INTRAOP_THREADS": f"{threads}", "OMP_NUM_THREADS": f"{threads}"}
-        if self.is_ps:
+        if self.kind.has_servers:
             # A ps job hangs if it has fewer inter-op threads than workers that may wait.
             inter_op = max(threads or 0, self.launch.workers + _SPARE_THREADS)
             made["TF_NUM_INTEROP_THREADS"] = f"{inter_op}"

@@ -13,12 +13,11 @@ from keras.src.backend import compute_output_spec
 
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
-from tfdist.strategy.devices import server_of
 from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.training import keras_compat
 from tfdist.training.feed import Feed
 from tfdist.training.keras_compat import sharding
-from tfdist.training.program import is_own, trace_step
+from tfdist.training.program import engine_class, is_own, trace_step
 
 Slots = Literal["whole", "parts", "none"]
 _FEW_ROWS = 8
@@ -49,8 +48,8 @@ def job_for(model: keras.Model, *, doing: str) -> Job:
         return job_of(model.distribute_strategy)
     if made is current.strategy:
         return current
-    if made is None and current.kind == "single" and not _is_placed(current):
-        return Job(strategy=model.distribute_strategy, kind="single", config=current.config)
+    if made is None and current.kind.has_one_replica and not _is_placed(current):
+        return Job(strategy=model.distribute_strategy, kind=current.kind, config=current.config)
     where = "outside strategy.scope()" if made is None else "in the scope of another strategy"
     raise UsageError(
         f"tfdist.{doing}",
@@ -121,10 +120,8 @@ def build(model: keras.Model, job: Job, feed: Feed, *, slots: Slots = "whole") -
     _require_one_scale(model, job)
     if _is_placed(job):
         job.strategy.require_placed(model)
-    if new and slots != "none" and job.kind == "ps":
-        from tfdist.ps.strategy import log_placement
-
-        log_placement(model, job.strategy)
+    if new and slots != "none":
+        engine_class(job).log_built(model, job)
 
 
 def _making(slots: Slots, optimizer: Any, job: Job) -> AbstractContextManager[None]:
@@ -132,11 +129,7 @@ def _making(slots: Slots, optimizer: Any, job: Job) -> AbstractContextManager[No
         return sharding.building_in_parts(optimizer, job)
     if slots == "none" and optimizer is not None and not optimizer.built:
         return sharding.building_by(optimizer, lambda variables: None)
-    if job.stages is not None and job.has_peers and optimizer is not None:
-        from tfdist.pipeline.union import making_empty_slots
-
-        return making_empty_slots(optimizer)
-    return nullcontext()
+    return nullcontext() if optimizer is None else engine_class(job).creating_slots(optimizer, job)
 
 
 def build_to_predict(model: keras.Model, job: Job, feed: Feed) -> None:
@@ -309,7 +302,7 @@ def shards(optimizer: Any, variables: Sequence[Any], job: Job, *, callbacks: Any
     Raises:
       UsageError: the strategy, the optimizer or a callback needs the full state.
     """
-    divides = job.kind in ("ps", "pipeline")
+    divides = job.kind.divides_variables
     if job.num_replicas == 1 and not divides:
         return False
     if divides or job.ring is None:
@@ -326,24 +319,16 @@ def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
 
     Replicas would race on it, and no parameter server would hold it.
     """
-    if job.num_replicas == 1 and job.kind != "ps":
+    if not job.is_replicated:
         return
     for variable in (*model.variables, *model.metrics_variables):
-        if not _is_of_scope(variable.value, job):
+        if not engine_class(job).is_of_scope(variable.value, job):
             raise UsageError(
                 "model",
                 f"{variable.path} was made outside the strategy's scope",
                 fix="make layers and metrics, and build them, inside `with strategy.scope():`",
                 code="another-scope",
             )
-
-
-def _is_of_scope(value: Any, job: Job) -> bool:
-    if job.kind != "ps":
-        return bool(job.strategy.extended.variable_created_in_scope(value))
-    from tfdist.ps.split import parts_of
-
-    return all(server_of(part) is not None for part in parts_of(value))
 
 
 def _require_one_scale(model: keras.Model, job: Job) -> None:
@@ -434,7 +419,7 @@ def _require_built_parts(model: keras.Model) -> None:
 
 def _require_one_state(model: keras.Model, job: Job) -> None:
     """Reject stateful RNNs if replicas or ps workers split the batches."""
-    if job.num_replicas == 1 and job.kind != "ps":
+    if not job.is_replicated:
         return
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.RNN) and layer.stateful:

@@ -27,23 +27,17 @@ from tfdist.strategy.group import naming_lost_peer, rows_of_all_tasks
 from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import compiled, sum_over_replicas
-from tfdist.training.program import Engine, StepProgram, as_number, find_batch_axes, run_replica
+from tfdist.training.program import (
+    Engine,
+    StepProgram,
+    as_number,
+    engine_class,
+    find_batch_axes,
+    run_replica,
+)
 from tfdist.training.resume import require_deterministic
 
 _GATHER = "CollectiveGatherV2"
-
-
-def engine_for(job: Job) -> Engine:
-    """Return the engine of the job's strategy."""
-    if job.kind == "ps":
-        from tfdist.ps.engine import ParameterServerEngine
-
-        return ParameterServerEngine(job)
-    if job.kind == "pipeline":
-        from tfdist.pipeline.engine import PipelineEngine
-
-        return PipelineEngine(job)
-    return SynchronousEngine(job)
 
 
 class SynchronousEngine(Engine):
@@ -283,14 +277,7 @@ def naming_a_lost_server() -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         job = current_job()
-        if job is None or job.kind != "ps":
+        lost = engine_class(job).lost_task(error, job) if job is not None else ""
+        if not lost:
             raise
-        from tfdist.ps.members import Members
-        from tfdist.ps.workers import is_of_the_network
-
-        if not is_of_the_network(error):
-            raise
-        gone = Members.of(job.strategy).missing()
-        if not gone:
-            raise
-        raise PeerLost(f"lost {gone[0]}: it does not answer") from error
+        raise PeerLost(f"lost {lost}: it does not answer") from error

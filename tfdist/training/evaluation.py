@@ -30,9 +30,9 @@ from tfdist.training import building
 from tfdist.training.agreement import require_same_weights
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide, naming_bad_data
 from tfdist.training.callbacks import callback_list, count_test_steps, wants_every_batch
-from tfdist.training.engines import engine_for, joined, naming_a_lost_server
+from tfdist.training.engines import joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
-from tfdist.training.program import Engine, program_of
+from tfdist.training.program import Engine, engine_class, program_of
 from tfdist.training.run import by_own_method
 from tfdist.training.stop_requests import StopRequested, StopRequests
 
@@ -60,9 +60,8 @@ def evaluate(
     """
     job = building.job_for(model, doing="evaluate")
     building.require_compiled(model, doing="evaluate")
-    evaluation = Evaluation(
-        model, job, engine_for(job), (x, y, sample_weight), batch_size=batch_size, steps=steps
-    )
+    engine, data = engine_class(job)(job), (x, y, sample_weight)
+    evaluation = Evaluation(model, job, engine, data, batch_size=batch_size, steps=steps)
     if job.stages is None:  # the stages of a pipeline get the chief's weights
         require_same_weights(job, model)
     listed = callback_list(
@@ -103,7 +102,7 @@ def predict(
     listed.on_predict_begin()
     by_batch = _goes_by_batch(listed, mode="predict", stop=model.stop_predicting)
     batches: list[Any] = []
-    computed = engine_for(job).outputs(program, 0, total)
+    computed = engine_class(job)(job).outputs(program, 0, total)
     with contextlib.closing(feed):
         while len(batches) < total:
             step = len(batches)

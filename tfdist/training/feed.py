@@ -436,7 +436,7 @@ def require_even(sizes: set[int]) -> None:
 
 def reading_of(job: Job, seed: int) -> Reading:
     """Return a job's settings for reading a stream."""
-    return Reading(seed=seed, in_step=job.num_tasks > 1 or job.kind == "ps")
+    return Reading(seed=seed, in_step=job.num_tasks > 1 or job.kind.has_servers)
 
 
 class StreamFeed(Feed):

@@ -25,7 +25,7 @@ from tfdist.training import building, inputs, kept, keras_compat, resume
 from tfdist.training.agreement import require_same_lengths
 from tfdist.training.blocks import BlockRunner, naming_bad_data
 from tfdist.training.callbacks import writes_files
-from tfdist.training.engines import engine_for, naming_a_lost_server
+from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.evaluation import Evaluation, evaluate_checkpoints, evaluator_of
 from tfdist.training.inputs import Length
 from tfdist.training.loop import RunPlan, TrainLoop
@@ -34,6 +34,7 @@ from tfdist.training.program import (
     RunObserver,
     StepProgram,
     as_number,
+    engine_class,
     flat_logs,
     plain,
     program_of,
@@ -133,7 +134,7 @@ def fit(  # noqa: C901, D417, PLR0913, as they are Keras' arguments
     if evaluator is not None and job.is_evaluator:
         evaluate_checkpoints(
             model,
-            lambda alone: evaluation_in(alone, engine_for(alone)),
+            lambda alone: evaluation_in(alone, engine_class(alone)(alone)),
             job=job,
             callbacks=callbacks,
             evaluator=evaluator,
@@ -150,8 +151,7 @@ def fit(  # noqa: C901, D417, PLR0913, as they are Keras' arguments
     key: Callable[[], Any] | None = None
     # Not under other strategies: workers would fetch the seed from the chief, and peers would have
     # to agree on what they kept.
-    is_one_task = job.kind in ("single", "mirrored")
-    if is_one_task and seed < 2**31 and not (backups or observers or class_weight):
+    if job.kind.is_one_process and seed < 2**31 and not (backups or observers or class_weight):
         data = (x, y, sample_weight, validation_data)
         sizes: tuple[Any, ...] = (batch_size, epochs, initial_epoch, steps_per_epoch, bool(shuffle))
         sizes += (validation_batch_size, validation_steps)
@@ -194,7 +194,7 @@ def fit(  # noqa: C901, D417, PLR0913, as they are Keras' arguments
     building.require_examples_first(model, job, "train_step", feed)
     if key is not None:
         feed.take_seed_from_a_variable()
-    engine = engine_for(job)
+    engine = engine_class(job)(job)
     plan = RunPlan(
         feed=feed,
         seed=seed,
@@ -326,7 +326,7 @@ class StepLoop:
         seed = _checked(seed, max_staleness)
         self._job = current_job() or job_of(tf.distribute.get_strategy())
         require(
-            self._job.kind != "pipeline",
+            not self._job.kind.has_stages,
             "StepLoop",
             "strategy pipeline cannot divide a step function into stages",
             fix="call tfdist.fit, or use another strategy",
@@ -339,7 +339,7 @@ class StepLoop:
         length = Length(batch_size=global_batch_size, steps_per_epoch=_ENDLESS_STEPS)
         x, y = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
         feed = inputs.prepare(x, y, None, job=self._job, length=length, shuffle=shuffle, seed=seed)
-        self._engine = engine_for(self._job)
+        self._engine = engine_class(self._job)(self._job)
         self._program = StepProgram(
             function=plain(step, self._job, where="StepLoop"),
             feed=feed,

@@ -13,6 +13,7 @@ from tfdist.errors import TfdistError
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, current_job
 from tfdist.training.epochs import EpochPlan
+from tfdist.training.program import engine_class
 from tfdist.training.trackers import warn
 
 _fits = itertools.count(1)
@@ -103,7 +104,8 @@ class MetricsFile(keras.callbacks.Callback):
         if not self._ranges:  # only validation was left, and its line may exist already
             self._keep_until(self.step - 1)
         self._directory.path.mkdir(parents=True, exist_ok=True)  # another host than the launcher's
-        workers = worker_steps()
+        job = current_job()
+        workers = engine_class(job).worker_steps(job) if job is not None else {}
         line: dict[str, Any] = {
             "step": self.step,
             "examples": self._plan.examples_before(self.step),
@@ -167,17 +169,6 @@ def metrics_file(
         return []
     directory = RunDirectory(run_dir)
     return [MetricsFile(directory, plan, fit=next(_fits), initial_epoch=initial_epoch)]
-
-
-def worker_steps() -> dict[str, int]:
-    """Return the steps of each worker since this process started, {} unless it is a ps job."""
-    job = current_job()
-    if job is None or job.kind != "ps":
-        return {}
-    from tfdist.ps.workers import worker_pool_of
-
-    shares = worker_pool_of(job.strategy).shares
-    return {f"worker-{index}": share.steps for index, share in shares.items()}
 
 
 def _rate(ranges: list[tuple[int, float]]) -> float | None:

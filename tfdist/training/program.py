@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +18,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tensorflow.python.distribute import values_util
 
 from tfdist.errors import UsageError, require
+from tfdist.kinds import load
 from tfdist.strategy import Job
 from tfdist.training import keras_compat
 from tfdist.training.feed import Feed, Part
@@ -94,12 +96,14 @@ class RunObserver(keras.callbacks.Callback):
 class Engine(Protocol):
     """Runs step blocks of a program. Every training task calls it alike.
 
-    This is the whole interface between a strategy and the loop, evaluation and `StepLoop`. A new
-    strategy needs one more class with these methods, and a line in `engines.engine_for`. An engine
-    may keep state outside the model's variables. It then writes the state to these variables when
-    a method requests it. The defaults suit an engine that keeps no state and returns only after
-    all steps are done.
+    This is the whole interface between a kind of strategy and the loop, evaluation and `StepLoop`.
+    `tfdist.kinds` names the class of each kind. An engine may keep state outside the
+    model's variables. It then writes the state to these variables when a method requests it. The
+    defaults suit an engine that keeps no state and returns only after all steps are done.
     """
+
+    def __init__(self, job: Job) -> None:
+        """Make the engine of a job, in each training task."""
 
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
@@ -151,6 +155,42 @@ class Engine(Protocol):
         """Load the engine's own state from the model's restored variables."""
         return
 
+    @staticmethod
+    def creating_slots(optimizer: Any, job: Job) -> AbstractContextManager[None]:
+        """Return a context in which the optimizer creates its variables."""
+        return nullcontext()
+
+    @staticmethod
+    def is_of_scope(variable: Any, job: Job) -> bool:
+        """Return whether a variable was created in the strategy's scope."""
+        return bool(job.strategy.extended.variable_created_in_scope(variable))
+
+    @staticmethod
+    def log_built(model: keras.Model, job: Job) -> None:
+        """Log the placement of a model whose variables were created just now."""
+        return
+
+    @staticmethod
+    def lost_task(error: tf.errors.OpError, job: Job) -> str:
+        """Return the task whose loss caused the error, "" for another cause."""
+        return ""
+
+    @staticmethod
+    def worker_steps(job: Job) -> dict[str, int]:
+        """Return the steps of each worker, if workers run their own steps."""
+        return {}
+
+    @staticmethod
+    def summary(model: keras.Model, job: Job) -> dict[str, Any]:
+        """Return JSON values that only this kind adds to the summary of a run."""
+        return {}
+
+
+def engine_class(job: Job) -> type[Engine]:
+    """Return the engine of the job's kind. Only a job of the kind imports the engine's room."""
+    found: type[Engine] = load(job.kind.engine)
+    return found
+
 
 def program_of(
     model: keras.Model,
@@ -187,8 +227,7 @@ def plain(function: Callable[[Any], Any], job: Job, *, where: str) -> Callable[[
 
     Values that a replica records during a step, such as scaled logs, would stay inside it.
     """
-    several = job.num_replicas > 1 or job.kind == "ps"
-    if several and isinstance(function, tf.types.experimental.PolymorphicFunction):
+    if job.is_replicated and isinstance(function, tf.types.experimental.PolymorphicFunction):
         raise UsageError(
             where,
             f"strategy {job.kind} cannot run a step that is a tf.function",

@@ -240,7 +240,7 @@ def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) 
     """
     stream = isinstance(feed.source, StreamSource | InputFunctionSource)
     if any(backup.exact for backup in backups):
-        if job.kind == "ps":
+        if not job.kind.is_synchronous:
             raise _refused(
                 "the steps of strategy ps have no fixed order",
                 fix="use strategy single, mirrored, multiworker or pipeline",

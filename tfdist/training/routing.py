@@ -58,13 +58,14 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
             _tell_of_training_alone(job, name)
         return original(model, *args, **kwargs)
     by_keras = "_use_cached_eval_dataset" in kwargs  # an evaluation inside Keras' own fit
-    if name.endswith("_on_batch") and job is not None and job.kind != "pipeline":
+    if name.endswith("_on_batch") and job is not None and not job.kind.has_stages:
         # Replicas of a mirrored job all compute the same gradient, but they join their outputs.
-        by_keras = job.num_replicas == 1 or (name == "train_on_batch" and job.kind == "mirrored")
+        computes_alike = name == "train_on_batch" and job.kind.is_one_process
+        by_keras = job.num_replicas == 1 or computes_alike
     if by_keras:
         return original(model, *args, **kwargs)
     arguments = _arguments(original, model, args, kwargs)
-    if not explicit and job is not None and job.kind in ("single", "mirrored"):
+    if not explicit and job is not None and job.kind.is_one_process:
         reason = _reason_for_keras(model, arguments)
         if reason is not None:
             warn_once(f"model.{name} uses Keras' own loop, because of {reason}")
@@ -81,7 +82,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         rows = len(keras.tree.flatten(arguments["x"])[0])
         arguments |= {"batch_size": rows, "verbose": 0}
     function = _fit_by.get() if name == "fit" else None
-    if function is None and job is not None and job.kind in ("multiworker", "ps", "pipeline"):
+    if function is None and job is not None and job.kind.has_several_tasks:
         _require_no_search(arguments, job)
     with fits_by(None), on_the_way(model, _ENGINE[name].__name__):
         return (function or _ENGINE[name])(model, **arguments)

@@ -149,7 +149,7 @@ class _TrialFit:
             return {}
         job = current_job()
         return {
-            "strategy": job.kind if job else "single",
+            "strategy": job.kind.name if job else "single",
             "steps": self._steps,
             "virtual_epochs": self._epochs,
             "weights_sha256": weights_sha256(self.model),

@@ -64,7 +64,7 @@ class RunOptions(TrialFlags):
     @property
     def tasks_per_trial(self) -> int:
         """Return the number of processes that compute in each trial, without a ps job's chief."""
-        return self.workers + (self.num_ps if self.strategy == "ps" else 0)
+        return self.workers + (self.num_ps if self.kind.has_servers else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist import files
-from tfdist.cluster import read_environment
+from tfdist.cluster import KINDS, read_environment
 from tfdist.cluster.address import parse_hosts
 from tfdist.cluster.settings import restarts
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError, require
@@ -217,7 +217,7 @@ def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | N
     hosts = Counter[str]()
     for host, trials in listed:  # a host may be listed twice
         hosts[host] += trials
-    return TrialHosts(hosts=hosts, tasks=options.tasks_per_trial + (options.strategy == "ps"))
+    return TrialHosts(hosts=hosts, tasks=options.tasks_per_trial + options.kind.has_servers)
 
 
 def _fork_template(
@@ -243,17 +243,17 @@ def launch_flags(
     The function assumes that all hosts have as many CPUs as this one. A task on another host needs
     an address, so a trial with one process runs there as a multiworker job with one worker.
     """
-    flags, strategy, devices = list[str](), options.strategy, options.devices_per_worker
+    flags, kind, devices = list[str](), options.kind, options.devices_per_worker
     if not options.is_here:
         flags += ["--on", options.on or "ssh"]
         for flag, value in (("--rsh", options.rsh), ("--env", options.env)):
             flags += [flag, value] if value is not None else []
-        if strategy in ("single", "mirrored"):
-            devices = 1 if strategy == "single" else devices
-            strategy = "multiworker"
-    flags += ["--strategy", strategy]
+        if kind.is_one_process:
+            devices = 1 if kind.has_one_device else devices
+            kind = KINDS["multiworker"]
+    flags += ["--strategy", kind.name]
     flags += ["--workers", str(options.workers)] if elsewhere is None else []
-    flags += ["--ps", str(options.num_ps)] if strategy == "ps" else []
+    flags += ["--ps", str(options.num_ps)] if kind.has_servers else []
     flags += ["--devices_per_worker", str(devices)] if devices is not None else []
     if options.on == "ray":  # Ray assigns the CPUs of its nodes
         return flags

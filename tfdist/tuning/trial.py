@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
         _run(argv)
     except SystemExit as ended:
         job = current_job()
-        if ended.code == EXIT_OK and (job is None or job.kind in ("single", "mirrored")):
+        if ended.code == EXIT_OK and (job is None or job.kind.is_one_process):
             _end()
         raise
     except TrialFailed as passed:

@@ -14,7 +14,16 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import ClusterSpec, Task, environment, placement, settings
+from tfdist.cluster import (
+    AUTO,
+    KINDS,
+    ClusterSpec,
+    Kind,
+    Task,
+    environment,
+    placement,
+    settings,
+)
 from tfdist.cluster.address import expand_hosts, is_loopback, join, parse_hosts, shown
 from tfdist.cluster.placement import DEFAULT_PORT
 from tfdist.cluster.ports import PortPool
@@ -172,25 +181,27 @@ def decided_group(
     )
     if not is_here:
         hosts, slots = (LAUNCHER, *hosts), (0, *slots)
-    if options.strategy == "auto":  # one task on another host
-        options = dataclasses.replace(options, strategy="multiworker")
+    kind = options.kind
+    if kind is AUTO:  # one task on another host
+        kind = KINDS["multiworker"]
+        options = dataclasses.replace(options, strategy=kind.name)
     group = Group(
         hosts=hosts,
         slots=slots,
         rank=0,
-        num_ps=options.num_ps if options.strategy == "ps" else 0,
+        num_ps=options.num_ps if kind.has_servers else 0,
         has_evaluator=options.evaluator,
     )
     return options, group
 
 
-def group_alone(options: LaunchOptions, strategy: str) -> Group:
+def group_alone(options: LaunchOptions, kind: Kind) -> Group:
     """Return the group of a job that runs only on this machine.
 
     A ps job also has a chief, which does not count as a worker.
     """
-    num_ps = options.num_ps if strategy == "ps" else 0
-    tasks = 0 if strategy in ("single", "mirrored") else options.workers + num_ps + bool(num_ps)
+    num_ps = options.num_ps if kind.has_servers else 0
+    tasks = 0 if kind.is_one_process else options.workers + num_ps + bool(num_ps)
     return Group(
         hosts=("127.0.0.1",),
         slots=(tasks,),
@@ -223,10 +234,10 @@ def _config_files(args: Sequence[str]) -> list[str]:
 
 def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
     """Return the options with the number of workers of a host list with `total` slots."""
-    strategy = options.strategy
-    if strategy == "auto":
-        strategy = "ps" if options.ps is not None else "multiworker" if total > 1 else "auto"
-    others = 1 + options.num_ps if strategy == "ps" else 0
+    kind = options.kind
+    if kind is AUTO and total > 1:
+        kind = KINDS["multiworker"]
+    others = 1 + options.num_ps if kind.has_servers else 0
     require(
         total > others,
         "--hosts",
@@ -234,20 +245,20 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
         fix="list more slots, or use fewer ps",
         code="too-few-tasks",
     )
-    return dataclasses.replace(options, strategy=strategy, workers=total - others)
+    return dataclasses.replace(options, strategy=kind.name, workers=total - others)
 
 
 def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
     """Return the number of tasks for each host of a scheduler."""
+    kind = options.kind
     require(
-        options.strategy not in ("single", "mirrored"),
+        not kind.is_one_process,
         "--strategy",
-        f"{options.strategy} runs only on one host",
+        f"{kind} runs only on one host",
         fix="use multiworker or ps, or leave --on out to run on this node",
         code="strategy-of-one-host",
     )
-    is_ps = options.strategy == "ps" or options.ps is not None
-    others = 1 + options.num_ps if is_ps else 0
+    others = 1 + options.num_ps if kind.has_servers else 0
     workers = options.workers if options.workers > 1 else max(1, num_hosts - others)
     total = workers + others
     require(

@@ -45,7 +45,7 @@ class Team:
     ) -> None:
         self._part, self._group = part, part.group
         self.hub = hub
-        self._options, self._strategy = part.job.options, part.job.strategy
+        self._options, self._kind = part.job.options, part.job.kind
         self._screen, self._local = part.screen, part.processes
         self._clock = clock
         self._ports: dict[int, list[int]] = {}  # by rank, of hosts that are ready for an attempt
@@ -147,7 +147,7 @@ class Team:
         listed = len(self._others) + bool(self._group.num_tasks(0))
         fewest = self._options.min_workers
         workers = sum(self._group.slots) - sum(self._group.slots[rank] for rank in missing)
-        can_go_on = self._began and self._strategy == "multiworker"
+        can_go_on = self._began and self._kind.can_shrink
         if can_go_on and fewest is not None and workers >= fewest:
             left = f"{workers} worker{'s' * (workers > 1)}"
             self._screen.say(f"continuing without {self._named(missing)}, with {left}")

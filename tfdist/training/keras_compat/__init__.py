@@ -49,12 +49,13 @@ from tfdist.training.keras_compat.reduction import (
     sum_over_replicas,
 )
 from tfdist.training.keras_compat.trace import (
+    CONTEXTS,
     REPLACEMENTS,
     BatchAxes,
     StepTrace,
     following,
 )
-from tfdist.training.keras_compat.variables import on_servers, random_key
+from tfdist.training.keras_compat.variables import random_key
 
 __all__ = [
     "REPLACEMENTS",
@@ -79,8 +80,7 @@ __all__ = [
 
 
 def install() -> None:
-    """Install the replacements once per process, those for ps only in a ps job."""
-    on_servers()  # adds the replacements for ps
+    """Install the replacements of all imported modules, once per process."""
     for replacement in REPLACEMENTS:
         replacement.put_in_place()
 
@@ -89,8 +89,8 @@ def install() -> None:
 def tracing(trace: StepTrace) -> Iterator[StepTrace]:
     """Make Keras use `trace` in this thread. For the replica function of a step."""
     install()
-    servers = on_servers()
-    reading = servers.reading_once() if servers else contextlib.nullcontext()
-    with adding_in_order(), following(trace), reading:
+    with contextlib.ExitStack() as around:
+        for context in (adding_in_order(), following(trace), *(make() for make in CONTEXTS)):
+            around.enter_context(context)
         yield trace
         reduce_statistics(trace)

@@ -34,7 +34,6 @@ from tfdist.training.keras_compat.trace import (
     StepTrace,
     replaces,
 )
-from tfdist.training.keras_compat.variables import on_servers
 
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 
@@ -59,8 +58,6 @@ def _gradient_hook(
         trace.counts.follow(self._iterations)
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
-    if servers := on_servers():
-        servers.require_by_rows(self, trainable_variables or self._trainable_variables)
     if trace.num_replicas > 1:
         _require_built(self)
         warn_of_its_own(self)
@@ -146,6 +143,5 @@ def _scaling_as_it_will_unscale(original: Original, trace: StepTrace, self: Any,
 )
 def _already_reduced(original: Original, trace: StepTrace, self: Any, grads_and_vars: Any) -> Any:
     if trace.in_hook or not _in_group():
-        servers, pairs = on_servers(), list(grads_and_vars)
-        return servers.sent_together(pairs) if servers else pairs
+        return trace.packed(list(grads_and_vars))
     return original(self, grads_and_vars)

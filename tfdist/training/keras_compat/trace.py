@@ -8,6 +8,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -67,7 +68,8 @@ class StepTrace:
       local: Values of variables that the step holds in tensors, by the variable's `id`.
       at_hook: Function that the gradient hook calls with the gradients.
       held: Values of variables that the step reads once and then reuses, by `id`.
-      taken: This update's parts of the summed gradients, by the `id` of the sum.
+      taken: Functions that return this update's part of summed gradients, by the sum's `id`.
+      packed: Function that packs the pairs of gradients and variables for an update.
       counts: Optimizers' update counts in this step. None to use the counts in the variables.
       updated: Parts of variables that a sharded optimizer updates, in the order of its gradients.
       whole_sums: Names of operations that return sums over the batch, counted as sums.
@@ -96,7 +98,8 @@ class StepTrace:
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     at_hook: Callable[[Sequence[Any]], None] | None = None
     held: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
-    taken: dict[int, list[tf.Tensor]] = dataclasses.field(default_factory=dict)
+    taken: dict[int, Callable[[], tf.Tensor]] = dataclasses.field(default_factory=dict)
+    packed: Callable[[list[Any]], list[Any]] = list
     counts: UpdateCounts | None = None
     updated: Sequence[Any] = ()
     draws: int = 0
@@ -229,6 +232,9 @@ class Replacement:
 
 REPLACEMENTS: list[Replacement] = []
 """All replacements. A module of workarounds adds its own when it is imported."""
+
+CONTEXTS: list[Callable[[], AbstractContextManager[None]]] = []
+"""Contexts around the trace of each replica's step. A module adds its own, like replacements."""
 
 
 def replaces(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,7 +27,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.distribute import values as tf_values
 
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 from tfdist.strategy.devices import server_of
 from tfdist.training.keras_compat.metrics import note_source
 from tfdist.training.keras_compat.trace import (
@@ -39,18 +38,6 @@ from tfdist.training.keras_compat.trace import (
 )
 
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
-
-
-def on_servers() -> Any:
-    """Return `tfdist.ps.keras_compat` in a ps job, else None.
-
-    Only a ps job imports `tfdist.ps`, and it does so before it traces its first step.
-    """
-    if "tfdist.ps" not in sys.modules:
-        return None
-    from tfdist.ps import keras_compat
-
-    return keras_compat
 
 
 # BatchNormalization writes each replica's own moving statistics, and they diverge. Weights that a
@@ -65,9 +52,7 @@ def on_servers() -> Any:
 )
 def _noting_writes(original: Original, trace: StepTrace, self: Any, value: Any) -> Any:
     if id(self) in trace.local:
-        from tfdist.ps.keras_compat import hold
-
-        hold(self, value, trace)
+        _hold(self, value, trace)
         return None
     if _is_statistic(self, trace):
         trace.statistics.append(self)
@@ -77,6 +62,26 @@ def _noting_writes(original: Original, trace: StepTrace, self: Any, value: Any) 
     copies = self._value
     own = copies._get_on_device_or_primary() if hasattr(copies, "_values") else copies
     return own.assign(tf.cast(value, own.dtype))
+
+
+def _hold(variable: Any, value: tf.Tensor, trace: StepTrace) -> None:
+    """Set the value of a variable that the step holds in a tensor.
+
+    A tensor created in a condition, loop or function cannot be used outside, so updates must be in
+    the step itself.
+
+    Raises:
+      UsageError: The call is in a condition, loop or function within the step.
+    """
+    require(
+        trace.is_in_step(),
+        "metrics",
+        f"a tf.cond, tf.while_loop or tf.function of the step updates {variable.path}",
+        fix="update it in the step itself (with tf.where or a Python loop), or return the count "
+        "and update the metric with it",
+        code="metric-in-step",
+    )
+    trace.local[id(variable)] = tf.cast(value, trace.local[id(variable)].dtype)
 
 
 def _is_statistic(variable: Any, trace: StepTrace) -> bool:
@@ -115,9 +120,7 @@ def _local_value(original: Original, trace: StepTrace, self: Any) -> Any:
     """Read a variable that the step holds in a tensor. `_noting_writes` writes it."""
     found = trace.local.get(id(self), trace.held.get(id(self)))
     if found is None and id(self) in trace.taken:
-        from tfdist.ps.keras_compat import taken
-
-        found = taken(self, trace)
+        found = trace.taken[id(self)]()
     if found is None and trace.counts is not None:
         found = trace.counts.value(self)
     found = original(self) if found is None else found
@@ -225,9 +228,7 @@ def _is_ours(gradient: Any, variable: Any, trace: StepTrace) -> bool:
     """Return whether this is a dense gradient of a whole variable in a step's hook."""
     if not (trace.num_replicas == 1 or trace.in_hook) or in_stateless_scope():
         return False
-    servers = on_servers()
-    is_split = servers is not None and isinstance(variable, servers.SplitVariable)
-    return isinstance(gradient, tf.Tensor) and not is_split
+    return isinstance(gradient, tf.Tensor) and isinstance(variable, tf.Variable)
 
 
 # Random draws, as in dropout, depend only on (seed, step, replica).
