@@ -1,4 +1,4 @@
-"""``python -m tfdist.top RUN_DIR``: the tasks of a job, their phases, rates and memory, live."""
+"""``python -m tfdist.top [RUN_DIR]``: the tasks of a job, their phases, rates and memory, live."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
 from tfdist.report.pieces import UNKNOWN, clock, duration, number
-from tfdist.report.run import LIVE_FILE, is_running, reading
+from tfdist.report.run import (
+    LIVE_FILE,
+    OF_LAUNCHER,
+    is_running,
+    newest_run,
+    reading,
+    runs_in,
+)
 
 _EVERY_S = 1.0
 _LATE_S = 5.0
@@ -36,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    path = Path(arguments.run_dir) if arguments.run_dir else newest_run(OF_LAUNCHER)
     with contextlib.suppress(KeyboardInterrupt):  # the user quits with Ctrl-C
-        _show(Path(arguments.run_dir), once=arguments.once)
+        _show(runs_in(path, OF_LAUNCHER)[-1], once=arguments.once)
     return EXIT_OK
 
 
@@ -46,7 +54,8 @@ def _parser() -> Parser:
         prog="python -m tfdist.top",
         description="Show the tasks of a job until it ends. Ctrl-C stops the display, not the job.",
     )
-    parser.add_argument("run_dir", help="run directory, from the launcher's first line")
+    about = "directory of a run or of several runs (default: the newest run in runs/)"
+    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help=about)
     parser.add_argument("--once", action="store_true", help="print the table once")
     return parser
 
@@ -90,7 +99,8 @@ def view(run_dir: Path) -> RenderableType:
         # The last heartbeat may be some steps older than the last line of metrics.
         steps = [status["step"], *(line["step"] for line in lines[-1:] if not is_going)]
         status = {**status, "step": max((s for s in steps if s is not None), default=None)}
-        return Group(_head(status, is_going=is_going), _table(status), _metrics(lines[-1:]))
+        head = Text.assemble(f"{run_dir}  ", _head(status, is_going=is_going))
+        return Group(head, _table(status), _metrics(lines[-1:]))
 
 
 def _head(status: Mapping[str, Any], *, is_going: bool) -> Text:

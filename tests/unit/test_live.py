@@ -189,6 +189,20 @@ def test_a_job_of_a_killed_launcher_is_not_shown_as_running(tmp_path):
     assert "running" not in text
 
 
+def test_the_newest_job_is_shown_without_an_argument(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for at, name in enumerate(("old", "new", "no-job"), 1):
+        live = tmp_path / "runs" / name / ("live.json" if at < 3 else "metrics.jsonl")
+        live.parent.mkdir(parents=True)
+        live.write_text(json.dumps(STATUS))
+        os.utime(live, (at, at))
+    for argv in ([], ["runs"], ["runs/new"]):
+        assert top.main([*argv, "--once"]) == 0
+        assert capsys.readouterr().out.startswith("runs/new  over")
+    monkeypatch.chdir(tmp_path / "runs")
+    assert top.main([]) == 2
+
+
 @pytest.mark.parametrize("text", [None, "{", '{"state": "running", "tasks": 3}'])
 def test_a_directory_of_no_job_is_one_line(tmp_path, text, capsys):
     if text is not None:

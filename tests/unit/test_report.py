@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import shutil
 import stat
@@ -25,7 +26,7 @@ from tfdist.phases import PHASES, SUM
 from tfdist.report import __main__ as program
 from tfdist.report.page import PARTS, STYLE, FoldedTime, render
 from tfdist.report.pieces import Series, chart
-from tfdist.report.run import TaskHistory, read_run
+from tfdist.report.run import TaskHistory, names_of, read_run
 from tfdist.report.sweep import read_sweep, runs_of_best
 
 RUNS = Path(__file__).parent / "data" / "report"
@@ -229,7 +230,9 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(run_dir, monkeypatch
     assert (found.step, found.size_bytes, found.is_whole) == (2, 10, False)
 
 
-@pytest.mark.parametrize("kept", [["metrics.jsonl", "config.json"], ["report.json"]])
+@pytest.mark.parametrize(
+    "kept", [["metrics.jsonl", "config.json"], ["report.json"], ["metrics.jsonl"]]
+)
 def test_a_run_of_which_only_a_part_is_there_is_shown(run_dir, kept):
     for path in run_dir.iterdir():
         if path.name not in kept:
@@ -314,6 +317,59 @@ def test_the_file_is_written_into_the_run_directory(run_dir, capsys):
     assert str(run_dir / "report.html") in capsys.readouterr().out
     assert program.main([str(run_dir), f"--out={run_dir}"]) == 2
     assert f"--out: received {run_dir};" in capsys.readouterr().err
+
+
+@pytest.fixture
+def several(tmp_path, monkeypatch):
+    """A working directory with runs/a/job, runs/b/job, runs/c (a run), and no/run."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/job", "b/job", "c"):
+        shutil.copytree(RUNS / "multiworker", tmp_path / "runs" / name)
+        job = {"program": ["/x/train.py", "--lr", name], "flags": {"workers": 2}}
+        change(tmp_path / "runs" / name / "report.json", job=job)
+    (tmp_path / "no" / "run").mkdir(parents=True)
+    return tmp_path / "runs"
+
+
+def test_without_an_argument_the_newest_run_is_shown(several, capsys):
+    newest = Path(shutil.copytree(RUNS / "ps", several / "newest"))
+    for at, run in enumerate((several / "c", newest), 1):
+        for file in run.iterdir():
+            os.utime(file, (at, at))
+    assert program.main([]) == 0
+    assert capsys.readouterr().out == "written: runs/newest/report.html\n"
+    shutil.rmtree(several)
+    assert program.main([]) == 2
+    assert capsys.readouterr().err.startswith("tfdist.report: RUN_DIR: runs/ has no run. Fix: ")
+
+
+def test_a_directory_of_runs_shows_the_runs_in_it_by_the_parts_that_differ(several, capsys):
+    assert program.main(["runs/a", "runs/b/job"]) == 0
+    page = Page(Path("report.html").read_text())
+    assert "2 runs" in page.text
+    assert "fieldab" in page.text  # the heads of the table of differences
+    assert "program/x/train.py --lr a/job/x/train.py --lr b/job" in page.text
+    shutil.rmtree(several / "a")
+    shutil.rmtree(several / "b")
+    assert program.main(["runs"]) == 0
+    assert "written: runs/report.html\n" in capsys.readouterr().out
+    assert program.main(["no"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["/r/a", "/r/b"], ["a", "b"]),
+        (["/r/a/job", "/r/b/job"], ["a", "b"]),
+        (["/r/a/1/job", "/r/b/2/job", "/s/job"], ["r/a/1", "r/b/2", "s"]),
+        (["/r/job", "/r/a/job"], ["job", "a"]),
+        (["/r/a", "/r/a"], ["a", "a"]),
+        (["/r/a"], ["a"]),
+        (["/"], ["/"]),
+    ],
+)
+def test_runs_are_named_by_the_parts_of_their_paths_that_differ(paths, names):
+    assert names_of([Path(path) for path in paths]) == names
 
 
 def test_the_served_page_is_made_anew_and_only_for_this_machine():

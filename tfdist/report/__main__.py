@@ -1,10 +1,11 @@
-"""``python -m tfdist.report RUN_DIR [RUN_DIR ...]``: runs and sweeps as one HTML file."""
+"""``python -m tfdist.report [RUN_DIR ...]``: runs and sweeps as one HTML file."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tfdist.argument_parser import Parser, require_writable, run_program
@@ -13,7 +14,7 @@ from tfdist.files import one_line_errors, write_text
 from tfdist.loopback import listen, make_server
 from tfdist.report.page import render
 from tfdist.report.pieces import NUM_COLOURS
-from tfdist.report.run import Run, read_run, reading
+from tfdist.report.run import Run, names_of, newest_run, read_run, reading, runs_in
 from tfdist.report.sweep import SweepRecord, is_sweep, read_sweep, runs_of_best
 
 _FILE = "report.html"
@@ -26,11 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     mutually_exclusive({"--serve": arguments.serve, "--out": arguments.out})
-    paths = [Path(path) for path in arguments.run_dirs]
+    given = [Path(path) for path in arguments.run_dirs] or [newest_run()]
+    paths = [run for path in given for run in runs_in(path)]
     if arguments.serve:
         return _serve(paths, port=arguments.port)
     page = _page(paths)
-    out = Path(arguments.out) if arguments.out else _default_file(paths)
+    out = Path(arguments.out) if arguments.out else _default_file(given)
     require_writable("--out", out)
     with one_line_errors(out):
         write_text(out, page, durable=False, private=True)
@@ -43,9 +45,8 @@ def _parser() -> Parser:
         prog="python -m tfdist.report",
         description="Write a report of runs and sweeps as one HTML file that needs no network.",
     )
-    parser.add_argument(
-        "run_dirs", nargs="+", metavar="RUN_DIR", help="directory of a run or sweep"
-    )
+    about = "directory of a run, a sweep or several runs (default: the newest run in runs/)"
+    parser.add_argument("run_dirs", nargs="*", metavar="RUN_DIR", help=about)
     parser.add_argument("--out", metavar="FILE", help=f"default: RUN_DIR/{_FILE}, or ./{_FILE}")
     parser.add_argument(
         "--serve",
@@ -74,7 +75,10 @@ def _serve(paths: Sequence[Path], *, port: int) -> int:
 
 
 def _read(paths: Sequence[Path]) -> tuple[list[Run], list[SweepRecord]]:
-    found = [read_sweep(path) if is_sweep(path) else read_run(path) for path in paths]
+    found = [
+        replace(read_sweep(path) if is_sweep(path) else read_run(path), name=name)
+        for path, name in zip(paths, names_of(paths), strict=True)
+    ]
     runs = [one for one in found if isinstance(one, Run)]
     return runs, [one for one in found if isinstance(one, SweepRecord)]
 

@@ -137,12 +137,17 @@ def _overview(runs: Sequence[Run]) -> str:
 
 
 def _config_differences(runs: Sequence[Run]) -> str:
-    configs = [flat(run.config) for run in runs]
+    configs = [flat(run.config) | _command(run) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     different = [k for k in keys if len({json.dumps(c.get(k)) for c in configs}) > 1][:MAX_ROWS]
     rows = [[code(key), *(code(config.get(key)) for config in configs)] for key in different]
     head = ["field", *(escape(run.name) for run in runs)]
     return card(f"<h3>Fields that differ</h3>{table(head, rows)}", "wide") if rows else ""
+
+
+def _command(run: Run) -> dict[str, object]:
+    """Return the program's arguments and the launcher's flags that identify a run's command."""
+    return {"program": " ".join(run.job.get("program", [])), **run.job.get("flags", {})}
 
 
 # Section of a run.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from tfdist.errors import UsageError, require
 from tfdist.files import is_held
 from tfdist.outputs.run_directory import COUNTERS, DONE, Evaluations, RunDirectory, read_json
+from tfdist.outputs.sweep_journal import JOURNAL
 
 REPORT_FILE, LIVE_FILE, HISTORY_FILE = "report.json", "live.json", "history.json"
 _CHECKPOINT = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -179,6 +181,52 @@ def reading(where: object) -> Iterator[None]:
         ) from error
 
 
+OF_LAUNCHER = (REPORT_FILE, LIVE_FILE)
+_FILES = (*OF_LAUNCHER, "summary.json", "metrics.jsonl", JOURNAL)
+"""Files of which each run or sweep has at least one."""
+
+
+def runs_in(path: Path, files: Sequence[str] = _FILES) -> list[Path]:
+    """Return the runs and sweeps one level below `path`, the newest last.
+
+    Return only `path` if it is a run or a sweep, or if there is no run below. A run has one of
+    `files`.
+    """
+    found: dict[Path, float] = {}
+    with contextlib.suppress(OSError):
+        below = () if _written_at(path, files) else path.iterdir()
+        found = {run: at for run in below if (at := _written_at(run, files))}
+    return sorted(found, key=lambda run: found[run]) or [path]
+
+
+def newest_run(files: Sequence[str] = _FILES) -> Path:
+    """Return the run or sweep in ``runs/`` that was written last, or raise UsageError."""
+    newest = runs_in(Path("runs"), files)[-1]
+    if not _written_at(newest, files):
+        fix = "name a run directory, or change to the directory that has runs/"
+        raise UsageError("RUN_DIR", "runs/ has no run", fix=fix, code="no-run")
+    return newest
+
+
+def _written_at(path: Path, files: Sequence[str]) -> float:
+    """Return the time of the last write to one of a run's files, 0 without such a file."""
+    times = [0.0]
+    for name in files:
+        with contextlib.suppress(OSError):
+            times.append((path / name).stat().st_mtime)
+    return max(times)
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Return the last part of each path, or the parts that differ if last parts are equal."""
+    parts = [path.resolve().parts for path in paths]
+    if len({part[-1] for part in parts}) == len(parts):
+        return [part[-1] for part in parts]
+    first = len(os.path.commonprefix(parts))  # noqa: RUF071  # of tuples
+    same = len(os.path.commonprefix([part[::-1] for part in parts]))  # noqa: RUF071
+    return ["/".join(part[first : len(part) - same]) or part[-1] for part in parts]
+
+
 def is_running(path: Path) -> bool:
     """Return whether a launcher is running a job in a run directory."""
     return is_held(path / "logs" / ".lock")
@@ -199,8 +247,12 @@ def _read(path: Path) -> Run:
     report = read_json(path / REPORT_FILE) or {}
     live = read_json(path / LIVE_FILE) or {}
     summary, config = directory.read_summary() or {}, directory.read_config() or {}
+    metrics = directory.read_metrics() if path.is_dir() else []
     require(
-        "attempts" in report or "status" in summary or "global_batch_size" in config,
+        "attempts" in report
+        or "status" in summary
+        or "global_batch_size" in config
+        or any("step" in line for line in metrics),
         str(path),
         "the directory has no run of tfdist" if path.is_dir() else "the directory does not exist",
         fix="pass the directory of a sweep, or the run directory from the launcher's first line",
@@ -219,7 +271,7 @@ def _read(path: Path) -> Run:
         job=report.get("job", {}),
         config=config,
         summary=summary,
-        metrics=tuple(directory.read_metrics()),
+        metrics=tuple(metrics),
         evaluations=tuple(Evaluations(directory.checkpoints).lines()),
         attempts=tuple(attempts),
         checkpoints=tuple(_checkpoints(directory.checkpoints)),
