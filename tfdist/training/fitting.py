@@ -47,7 +47,7 @@ _ENDLESS_STEPS = 2**40
 
 @by_own_method
 @naming_a_lost_server()
-def fit(  # noqa: C901, D417, PLR0913, as they are Keras' arguments
+def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     model: keras.Model,
     x: Any = None,
     y: Any = None,
