@@ -300,8 +300,9 @@ def _progress(live_file: Path) -> Callable[[], None] | None:
     """Return a function that shows the job's step in the cell of a notebook, None elsewhere."""
     if "ipykernel" not in sys.modules:
         return None
-    from IPython.display import display
+    import IPython.display
 
+    display: Any = IPython.display.display
     handle: Any = None
     last: Any = None
 

@@ -18,7 +18,7 @@ from tfdist.checkpoint.backup import BackupAndRestore, RunState
 from tfdist.checkpoint.publish import publish_from
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.data.draws import draws_nothing
-from tfdist.errors import EXIT_OK, require, require_int
+from tfdist.errors import require, require_int
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.strategy.group import require_same_place
 from tfdist.training import building, inputs, kept, keras_compat, resume
@@ -48,7 +48,7 @@ _ENDLESS_STEPS = 2**40
 
 @by_own_method
 @naming_a_lost_server()
-def fit(  # noqa: C901, D417, PLR0913, as they are Keras' arguments
+def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     model: keras.Model,
     x: Any = None,
     y: Any = None,
@@ -126,11 +126,9 @@ def fit(  # noqa: C901, D417, PLR0913, as they are Keras' arguments
         size = validation_batch_size or batch_size
         return Evaluation(model, job, engine, given, batch_size=size, steps=validation_steps)
 
-    if batches and job.is_evaluator:
-        raise SystemExit(EXIT_OK)  # there are no checkpoints
-    evaluator = None
-    if not batches:
-        evaluator = evaluator_of(callbacks, job=job, validation_data=validation_data)
+    evaluator = evaluator_of(
+        callbacks, job=job, validation_data=validation_data, is_dev_run=bool(batches)
+    )
     if evaluator is not None and job.is_evaluator:
         evaluate_checkpoints(
             model,

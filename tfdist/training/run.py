@@ -84,9 +84,10 @@ class Run(keras.callbacks.Callback):
             value = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
         elif isinstance(value, Mapping):
             value = timedelta(**value)
-        seconds = value.total_seconds() if isinstance(value, timedelta) else value
+        if isinstance(value, timedelta):
+            value = value.total_seconds()
         fix = 'write max_time=3600, or max_time="00:01:00:00" (DD:HH:MM:SS)'
-        return require_number("max_time", seconds, above=0, unit="seconds", fix=fix)
+        return require_number("max_time", value, above=0, unit="seconds", fix=fix)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Raise UsageError: the engine reads the settings and never calls this callback."""
