@@ -100,7 +100,7 @@ test-browser: setup  ## the report of a run and the page of a service in a headl
 	tests/browser/setup.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/browser $(ARGS)
 
-test-versions: setup  ## tests with Python 3.11 to 3.13, three releases of TensorFlow and of Keras; CELLS=3.13-2.22.0rc0-3.15.1
+test-versions: setup .venv-tools/.ready  ## tests with Python 3.11 to 3.13, three releases of TensorFlow and of Keras; CELLS=3.13-2.22.0rc0-3.15.1
 	$(CPU_ONLY) TEST_ARGS="$(ARGS)" $(PY) -m tests.tools.versions $(CELLS)
 
 docs: .venv-docs/.ready  ## the documentation site, in build/site, with warnings as errors

@@ -93,9 +93,9 @@ def environment(name: str, interpreter: str, *, has_hub: bool) -> Path:
     constraints = folder / "constraints.txt"
     constraints.write_text("".join(line for line in pins if not _FREE.match(line)))
 
-    def pip(*words: str) -> None:
-        command = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", *words]
-        subprocess.run(command, check=True, cwd=ROOT)
+    def pip(verb: str, *words: str) -> None:
+        command = [ROOT / ".venv-tools" / "bin" / "uv", "pip", verb, "--quiet"]
+        subprocess.run([*command, "--python", python, *words], check=True, cwd=ROOT)
 
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg")
@@ -103,7 +103,7 @@ def environment(name: str, interpreter: str, *, has_hub: bool) -> Path:
     wanted = [line for line in dev if not line.startswith(_OF_HUB)]
     pip("install", f"tensorflow=={tensorflow}", "-e", ".[all]", *wanted, "-c", str(constraints))
     # TensorFlow's pre-releases require keras-nightly, which has the same files as keras.
-    pip("uninstall", "--yes", "keras", "keras-nightly")
+    pip("uninstall", "keras", "keras-nightly")
     distribution = "keras-nightly" if ".dev" in keras else "keras"
     pip("install", "--no-deps", f"{distribution}=={keras}")
     if has_hub:
