@@ -12,9 +12,6 @@ PEERS := tf_keras==2.21.0 torch==2.13.0 lightning==2.6.6 '$(RAY)'
 
 TOOLS := uv==0.13.9 pip-audit==2.10.1 cyclonedx-bom==7.5.0
 
-WITH := keras-3.14.1 keras-3.15.1
-OF_VERSIONS := $(addprefix tests/integration/test_,equivalence.py conformance.py resume.py) tests/field
-
 # Makes an environment that has what .venv has; what is installed into it goes before that.
 define MAKE_BESIDE
 $(PY) -m venv --clear $(1)
@@ -103,15 +100,8 @@ test-browser: setup  ## the report of a run and the page of a service in a headl
 	tests/browser/setup.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/browser $(ARGS)
 
-test-versions: $(WITH:%=.venv-with-%/.ready)  ## equivalence, resume and field tests with each Keras; WITH=tensorflow-2.20.0
-	failed=; for with in $(WITH); do echo "== $$with"; \
-		$(CPU_ONLY) .venv-with-$$with/bin/python -m pytest $(OF_VERSIONS) $(ARGS) || failed="$$failed $$with"; \
-	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
-
-.venv-with-%/.ready: $(READY) Makefile
-	$(call MAKE_BESIDE,.venv-with-$*)
-	.venv-with-$*/bin/python $(INSTALL) --no-deps --ignore-installed $(subst -,==,$*)
-	touch $@
+test-versions: setup .venv-tools/.ready  ## tests with Python 3.11 to 3.13, three releases of TensorFlow and of Keras; CELLS=3.13-2.22.0rc0-3.15.1
+	$(CPU_ONLY) TEST_ARGS="$(ARGS)" $(PY) -m tests.tools.versions $(CELLS)
 
 docs: .venv-docs/.ready  ## the documentation site, in build/site, with warnings as errors
 	.venv-docs/bin/python docs/build_site.py

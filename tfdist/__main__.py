@@ -65,10 +65,16 @@ def _show(text: str) -> int:
 def _run(name: str, words: list[str]) -> int:
     import importlib
 
-    module = importlib.import_module(f"tfdist.{name}")
-    if hasattr(module, "__path__"):
-        module = importlib.import_module(f"tfdist.{name}.__main__")
-    code: int = module.main(words)
+    try:
+        module = importlib.import_module(f"tfdist.{name}")
+        if hasattr(module, "__path__"):
+            module = importlib.import_module(f"tfdist.{name}.__main__")
+        code: int = module.main(words)
+    except ImportError as error:
+        if error.name != "tfdist.launch":  # which needs Linux
+            raise
+        print(f"tfdist {name}: {error}", file=sys.stderr)
+        return 2
     return code
 
 

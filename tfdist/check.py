@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import io
 import os
-import platform
 import shlex
 import socket
 import sys
@@ -40,12 +39,8 @@ from tfdist.launch.multihost.hosts import slurm_nodes
 from tfdist.launch.multihost.pipe import Pipe
 from tfdist.launch.options import LaunchOptions
 from tfdist.options import HostFlags, JobOptions, table
+from tfdist.versions import COMPARED, PACKAGES, versions
 
-PACKAGES = ("tensorflow", "keras", "numpy", "tfdist")
-"""Packages that every host needs in the same version."""
-
-_COMPARED = (*PACKAGES, "python", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia driver")
-_DRIVER = Path("/proc/driver/nvidia/version")
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")  # gRPC reads only these lower-case names
 _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 _TASK_BYTES = 1 << 30  # importing TensorFlow uses 640 MB of it
@@ -188,17 +183,6 @@ def _program_of(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 # This host.
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the compared packages, of Python and of the GPU driver."""
-    found = {"python": platform.python_version()}
-    for name in _COMPARED:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    with contextlib.suppress(OSError, IndexError):
-        found["nvidia driver"] = _DRIVER.read_text().split("Module")[1].split()[0]
-    return found
 
 
 def check_host(
@@ -386,7 +370,7 @@ def serve(first: Message, pipe: Pipe) -> int:
 
 def compare(found: Mapping[str, Mapping[str, str]]) -> Findings:
     """Yield the packages that differ in version between hosts."""
-    for name in _COMPARED:
+    for name in COMPARED:
         by_version: dict[str, list[str]] = {}
         for host, has in found.items():
             version = has.get(name, "none")

@@ -6,6 +6,7 @@ be secrets.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -14,14 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 
 from tfdist.argument_parser import Parser, run_program
-from tfdist.check import PACKAGES, available_bytes, versions
 from tfdist.cluster.settings import may_hold_a_secret, may_name_a_secret
 from tfdist.errors import EXIT_OK
-from tfdist.launch.machine import memory_groups, this_machine
+from tfdist.versions import PACKAGES, verdict, versions
 
 _PACKAGES = (
     *("protobuf", "grpcio", "h5py", "ml_dtypes", "tensorflow-datasets", "keras-tuner"),
-    *("tf_keras", "ray", "mlflow", "wandb"),
+    *("keras-nightly", "tf_keras", "ray", "mlflow", "wandb"),
 )
 """Further packages that have caused problems before."""
 _VARIABLES = re.compile(
@@ -49,24 +49,36 @@ def report(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
     The value of a variable is hidden if its name or its value may be that of a secret.
     """
-    machine, found = this_machine(environ), versions()
+    found = versions()
     for name in dict.fromkeys([*reversed(PACKAGES), *found]):
-        yield name, found[name]
+        yield name, found.get(name, "not installed")
+    others = {}
     for name in _PACKAGES:
-        try:
-            yield name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            others[name] = metadata.version(name)
+    yield "support", verdict({**found, **others})
+    yield from others.items()
     yield "system", f"{_distribution()}, {platform.platform()}"
-    yield "CPUs", f"{machine.cpus} of {os.cpu_count()}, {platform.processor() or 'unknown'}"
-    yield "GPUs", str(len(machine.gpus))
-    yield "memory available", _gib(available_bytes())
-    yield "memory limit", _gib(min((limit for limit, _ in memory_groups()), default=None))
+    yield from _machine(environ)
     for name in sorted(environ):
         if _VARIABLES.fullmatch(name):
             value = environ[name]
             is_secret = bool(value) and (may_name_a_secret(name) or may_hold_a_secret(value))
             yield name, "set, not shown" if is_secret else value or "(empty)"
+
+
+def _machine(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    try:
+        from tfdist.check import available_bytes
+        from tfdist.launch.machine import memory_groups, this_machine
+    except ImportError as error:  # of another system than Linux
+        yield "jobs", str(error)
+        return
+    machine = this_machine(environ)
+    yield "CPUs", f"{machine.cpus} of {os.cpu_count()}, {platform.processor() or 'unknown'}"
+    yield "GPUs", str(len(machine.gpus))
+    yield "memory available", _gib(available_bytes())
+    yield "memory limit", _gib(min((limit for limit, _ in memory_groups()), default=None))
 
 
 def _parser() -> Parser:

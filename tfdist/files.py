@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import stat
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 _RETRY_S = 0.1
 # A link could name any file of this user, and opening a FIFO would block.
-_UNTRUSTED = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_UNTRUSTED = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 
 
 def fsync(path: str | os.PathLike[str]) -> None:
@@ -205,6 +204,10 @@ class FileLock:
 
 def is_held(path: Path) -> bool:
     """Return whether a process holds the lock of a file (False if the file is missing)."""
+    try:
+        import fcntl
+    except ImportError:  # Windows, where no job of the launcher runs
+        return False
     for flags in (os.O_RDWR, os.O_RDONLY):  # NFS locks only files that are open for writing
         # The file may be missing, not accessible, or impossible to lock.
         with contextlib.suppress(OSError):
@@ -228,7 +231,7 @@ def _sign(descriptor: int) -> os.stat_result:
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         raise OSError(errno.EMLINK, "the lock file is a link or not a regular file")
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+    os.write(descriptor, b"%d\n" % os.getpid())
     return found
 
 

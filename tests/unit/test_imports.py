@@ -35,6 +35,86 @@ def test_a_job_that_is_not_ps_loads_none_of_its_modules():
     assert done.returncode == 0, done.stderr
 
 
+WITHOUT_LINUX = """
+import sys, types
+import filelock, keras, keras_tuner, ml_collections, multiprocessing, os, psutil, rich.table, signal
+import numpy as np
+
+# Libraries keep this system's calls. tfdist, imported below, has only those of Windows.
+for library in [each for each in sys.modules.values() if each is not sys.modules["__main__"]]:
+    for module in (os, signal):
+        if vars(library).get(module.__name__) is module:
+            vars(library)[module.__name__] = types.SimpleNamespace(**vars(module))
+sys.modules.update(dict.fromkeys(("fcntl", "grp", "pty", "pwd", "resource", "termios")))
+for module, names in {
+    os: "P_ALL WNOHANG fork forkpty fchmod fchown chown geteuid getegid getgid getloadavg getpgid"
+    " getuid killpg memfd_create mkfifo nice pidfd_open pipe2 posix_fadvise pread pwrite"
+    " register_at_fork sched_getaffinity sched_setaffinity sendfile set_blocking setsid statvfs"
+    " sysconf uname waitid O_CLOEXEC O_DIRECTORY O_NOFOLLOW O_NONBLOCK O_PATH",
+    signal: "SIGALRM SIGCHLD SIGCONT SIGHUP SIGKILL SIGQUIT SIGSTOP SIGTSTP SIGUSR1 SIGUSR2"
+    " pthread_kill pthread_sigmask setitimer sigtimedwait sigwait sigwaitinfo",
+}.items():
+    for name in names.split():
+        delattr(module, name)
+
+def refuse(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(("/proc", "/sys")):
+        caller = sys._getframe(1).f_globals["__name__"]
+        assert not caller.startswith("tfdist"), arguments
+
+sys.addaudithook(refuse)
+import tfdist
+from tfdist.__main__ import main
+
+strategy = tfdist.make_strategy(sys.argv[1], devices_per_worker=int(sys.argv[2]))
+x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+
+def build(hp):
+    with strategy.scope():
+        units = hp.Int("units", 1, 4)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(units)])
+        model.compile("adam", "mse")
+    return model
+
+model = build(keras_tuner.HyperParameters())
+model.fit(x, y, batch_size=4, verbose=0, callbacks=[tfdist.BackupAndRestore("backup")])
+model.evaluate(x, y, verbose=0)
+model.predict(x, verbose=0)
+tuner = keras_tuner.RandomSearch(build, "val_loss", max_trials=2, directory="tuner")
+tuner.search(x, y, batch_size=4, validation_data=(x, y), verbose=0)
+assert tuner.get_best_hyperparameters()
+assert main(["env"]) == 0
+for program in ("launch", "tune", "submit", "check", "demo"):
+    assert main([program]) == 2
+for load in (
+    lambda: tfdist.spawn,
+    lambda: tfdist.find_batch_size,
+    lambda: tfdist.tuning.search,
+):
+    try:
+        load()
+    except ImportError as error:
+        assert "need Linux. Fix: " in str(error)
+    else:
+        raise AssertionError(load)
+"""
+
+
+@pytest.mark.parametrize("strategy", [("single", 1), ("mirrored", 2)])
+def test_one_process_trains_and_searches_without_linux(strategy, tmp_path):
+    done = python(
+        *("-c", WITHOUT_LINUX, *strategy),
+        cwd=tmp_path,
+        env={**os.environ, **forked_python.ENVIRON},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\njobs:                 this system cannot start" in done.stdout
+    lines = [line for line in done.stderr.splitlines() if "need Linux" in line]
+    assert [line.split(":")[0] for line in lines] == [
+        f"tfdist {program}" for program in ("launch", "tune", "submit", "check", "demo")
+    ]
+
+
 BEGINS_WITHOUT = {
     "rooms": (
         "import tfdist.launch.job, tfdist.launch.spawn, tfdist.outputs, tfdist.report.__main__,"

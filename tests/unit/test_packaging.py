@@ -1,10 +1,18 @@
 """Files that describe the package agree: metadata, pinned versions, hooks, citation."""
 
 import configparser
+import itertools
 import re
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
 import tfdist
+from tfdist import env
+from tfdist.versions import RECEIPTS, verdict
 
 ROOT = Path(__file__).parents[2]
 PINS = re.compile(r"^([\w.-]+)==([^\s;\\]+)", re.MULTILINE)
@@ -46,3 +54,54 @@ def test_hooks_have_the_pinned_ruff():
 def test_the_citation_names_this_version():
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {tfdist.__version__}\n" in citation
+
+
+# Versions
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """Return the rows of the first table after a heading."""
+    _, _, *rows = (ROOT / page).read_text().split(heading)[1].splitlines()
+    lines = itertools.takewhile(lambda row: row.startswith("|"), rows)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_readme_shows_the_receipts():
+    rows = [[r.python, r.tensorflow, r.keras, r.passed or "not run yet"] for r in RECEIPTS]
+    assert table("README.md", "| Python | TensorFlow | Keras |") == rows
+
+
+def test_the_cells_contain_each_pair_of_releases():
+    for first, second in itertools.combinations(range(3), 2):
+        pairs = {(receipt.releases[first], receipt.releases[second]) for receipt in RECEIPTS}
+        assert len(pairs) == 9
+
+
+def test_the_ranges_and_classifiers_are_those_of_the_receipts():
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    passed = [receipt for receipt in RECEIPTS if receipt.passed]
+    classifiers = metadata["metadata"]["classifiers"]
+    pythons = re.findall(r"Python :: (3\.\d+)", classifiers)
+    assert pythons == sorted({receipt.python for receipt in passed})
+    wanted = [Requirement(line) for line in metadata["options"]["install_requires"].split()]
+    ranges = {requirement.name: requirement.specifier for requirement in wanted}
+    for name in ("tensorflow", "keras"):
+        seen = sorted(Version(getattr(receipt, name)) for receipt in passed)
+        first, last = seen[0], seen[-1]
+        limits = f">={first.major}.{first.minor},<{last.major}.{last.minor + 1}"
+        assert ranges[name] == SpecifierSet(limits)
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({"python": "3.11.7", "tensorflow": "2.21.0", "keras": "3.15.1"}, "tested (one process, j"),
+        ({"python": "3.11.7", "tensorflow": "2.19.1", "keras": "3.15.1"}, "untested: no test ran"),
+        ({"python": "3.11.7"}, "untested: no test ran with python 3.11, tensorflow none"),
+        ({"keras": "3.15.1", "keras-nightly": "3.16.0.dev1"}, "known broken: keras and keras-ni"),
+    ],
+)
+def test_env_tells_whether_the_versions_are_tested(versions, said):
+    assert verdict(versions).startswith(said)
+    assert dict(env.report({}))["support"] == verdict(env.versions())

@@ -120,7 +120,7 @@ def test_what_the_program_was_started_to_ignore_stays_ignored():
 
 
 BEGIN = """
-import hashlib, itertools, os, signal, threading, time
+import hashlib, itertools, os, signal, threading, time, warnings
 from tfdist.errors import TfdistError
 from tfdist.training.stop_requests import StopRequests
 """
@@ -155,6 +155,7 @@ PROGRAMS = {
     ),
     "a forked child answers signals as before and does not tell its parent": (
         """
+        warnings.simplefilter("ignore")  # Python 3.12 warns of a fork with threads
         with StopRequests() as requests:
             child = os.fork()
             if child == 0:

@@ -46,7 +46,9 @@ def threads_of_an_operation() -> int:
 
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):  # Linux only
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def grow_gpu_memory() -> None:

@@ -12,6 +12,7 @@ import functools
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ _LOG = logging.getLogger(__name__)
 _SAME_REQUEST_S = 0.1
 _END = 0  # no signal has number 0: it tells the listening thread to exit
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 """Signals that make a run save and stop. Some schedulers announce the end by SIGUSR1."""
 
 
@@ -63,7 +65,7 @@ class StopRequests:
         self._signal_s = 0.0
         self._before: dict[int, Any] = {}
         self._before_fd = -1
-        self._fds: tuple[int, int] | None = None
+        self._sockets: tuple[socket.socket, ...] = ()
         self._thread: threading.Thread | None = None
         self.signum: int | None = None
 
@@ -79,13 +81,13 @@ class StopRequests:
             return self
         _forget_in_children()
         _entered.append(self)
-        read_fd, write_fd = self._fds = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(write_fd, False)
+        reader, writer = self._sockets = socket.socketpair()  # Windows takes no pipe here
+        writer.setblocking(False)
         self._thread = threading.Thread(
-            target=self._listen, args=(read_fd,), name="stop requests", daemon=True
+            target=self._listen, args=(reader,), name="stop requests", daemon=True
         )
         self._thread.start()
-        self._before_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        self._before_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for signum in SIGNALS:
             if signal.getsignal(signum) not in (signal.SIG_IGN, None):  # None: a C handler
                 self._before[signum] = signal.signal(signum, _caught)
@@ -97,10 +99,10 @@ class StopRequests:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._fds is None:
+        if not self._sockets:
             return
         self._give_back()
-        os.write(self._fds[1], bytes([_END]))
+        self._sockets[1].send(bytes([_END]))
         if self._thread is not None:
             self._thread.join()
         self._close()
@@ -127,13 +129,13 @@ class StopRequests:
             signal.signal(signum, lambda *_: self._set_handlers())
 
     def _close(self) -> None:
-        for fd in self._fds or ():
-            os.close(fd)
-        self._fds = None
+        for each in self._sockets:
+            each.close()
+        self._sockets = ()
 
-    def _listen(self, fd: int) -> None:
+    def _listen(self, reader: socket.socket) -> None:
         while True:
-            for signum in os.read(fd, 64):
+            for signum in reader.recv(64):
                 if signum == _END:
                     return
                 self._receive(signum)
@@ -167,8 +169,9 @@ _entered: list[StopRequests] = []
 
 @functools.cache
 def _forget_in_children() -> None:
-    """Restore the old handlers in forked children, which share our wake-up descriptor."""
-    os.register_at_fork(after_in_child=_forget)
+    """Restore the old handlers in forked children, which share our wake-up socket."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_forget)
 
 
 def _forget() -> None:
