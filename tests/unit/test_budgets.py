@@ -26,7 +26,7 @@ LINES = {
     "launch": 8_294,
     "strategy": 2_470,
     "data": 2_669,
-    "checkpoint": 2_331,
+    "checkpoint": 2_765,
     "training": 8_244,
     "ps, pipeline": 4_926,
     "tuning": 3_148,

@@ -6,6 +6,7 @@
     state           conversion of a model to arrays and back, digests, and its configuration
     callback_state  state of callbacks as JSON
     backup          callbacks that save and resume a run: `BackupAndRestore`, `ModelCheckpoint`
+    remote          copies in buckets and other file systems of fsspec
     publish         export of checkpoints during the run
     warm_start      initial weights from another run
 

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,7 @@ import tensorflow as tf
 
 from tfdist.checkpoint import callback_state, state
 from tfdist.checkpoint.publish import PublishModel
+from tfdist.checkpoint.remote import RemoteCheckpoints, is_remote, local_directory, put
 from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.store import Checkpoint, NothingWhole
 from tfdist.errors import (
@@ -76,8 +78,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     a write, it waits for the end of that write. No save is skipped.
 
     Args:
-      backup_dir: Directory of the checkpoints. Only this callback may write there. Default:
-        ``backup`` in `tfdist.run_dir`, and ``backup-N`` for the N-th such callback of a program.
+      backup_dir: Directory of the checkpoints, or a URL of fsspec, such as ``s3://bucket/run``.
+        Only this callback may write there. Default: ``backup`` in `tfdist.run_dir`, and
+        ``backup-N`` for the N-th such callback of a program.
       save_freq: "epoch" (default), a number of steps between two saves, or "auto", which computes
         the seconds between two saves from the time a save blocks the training and from `mtbf_s`.
       double_checkpoint: True to keep at least two checkpoints.
@@ -157,7 +160,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         if backup_dir is None:
             backup_dir = _next_directory()
         keep = require_int("BackupAndRestore: keep", keep, least=1, fix="say keep=3")
-        self.store = RunStore(backup_dir, keep=max(keep, 2) if double_checkpoint else keep)
+        keep = max(keep, 2) if double_checkpoint else keep
+        self.remote: RemoteCheckpoints | None = None
+        if is_remote(backup_dir):
+            url = os.fspath(backup_dir)
+            self.store = RunStore(local_directory(url), keep=keep)
+            self.remote = RemoteCheckpoints(url, self.store)
+        else:
+            self.store = RunStore(backup_dir, keep=keep)
         self.exact = exact
         self.best = best
         self.publisher: PublishModel | None = None
@@ -198,6 +208,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not self._prepared:
             self.store.prepare()
             self._prepared = True
+            if self.remote:
+                try:
+                    self.remote.fetch()
+                except BaseException:
+                    self.close()
+                    raise
 
     def saved(self) -> RunState | None:
         """Return the run's progress in the newest checkpoint, or None (chief only).
@@ -244,13 +260,17 @@ class BackupAndRestore(keras.callbacks.Callback):
             "stages": {} if job.stages is None else job.stages.chosen.state(),
         }
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._written = self._writer.submit(
-            self.store.write, run.step, arrays, meta=meta, best=best
-        )
+        self._written = self._writer.submit(self._write, run.step, arrays, meta=meta, best=best)
         self._writer.shutdown(wait=False)  # the thread exits after the write
         if self._auto:
             self._auto.saved(blocked_s=self._clock() - began_s)
             _LOG.info("%s: next save in %.3g s", self.store.directory, self._auto.interval_s)
+
+    def _write(self, step: int, arrays: Any, *, meta: Mapping[str, Any], best: bool) -> Path:
+        path = self.store.write(step, arrays, meta=meta, best=best)
+        if self.remote:
+            self.remote.upload(path.name)
+        return path
 
     def pass_over(self) -> None:
         """Note that the current state is not saved, so that it does not count as the best."""
@@ -262,6 +282,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._writer.shutdown()
             written, self._written = self._written, None
             written.result()
+        if self.remote:
+            self.remote.raise_error()
 
     def close(self) -> None:
         """Wait for a running write and release the directory. `save` locks it again.
@@ -274,6 +296,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             _LOG.error("%s", error)
         if self.publisher:
             self.publisher.close()
+        if self.remote:
+            self.remote.close()
         self.store.close()
         self._prepared = False
 
@@ -298,6 +322,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         if not is_chief():
             return
         self.prepare()
+        if self.remote:
+            self.remote.resume()
         if self._auto:
             self._saved_at = self._clock()
 
@@ -574,15 +600,23 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint` for every strategy, with the same arguments.
 
     Only the chief writes. It writes a temporary file next to the target and renames it. After a
-    crash the previous file is intact.
+    crash the previous file is intact. If `filepath` is a URL of fsspec, the chief uploads the file.
 
     Raises:
       TfdistError: The file cannot be written. The previous file stays unchanged.
     """
 
+    filepath: str
+
     def set_model(self, model: keras.Model) -> None:
         """Set the model, wrapped so that its saves are atomic."""
-        self._model = _Saving(model)
+        if is_remote(self.filepath):
+            scheme, _, path = self.filepath.partition("://")
+            local = tempfile.mkdtemp(prefix="tfdist-")
+            self.filepath = os.path.join(local, path)
+            self._model: Any = _Saving(model, local=local, url=f"{scheme}://")
+        else:
+            self._model = _Saving(model)
 
     def on_train_begin(self, logs: Any = None) -> None:
         require_engine(self)
@@ -591,17 +625,33 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 class _Saving:
     """Wrapper of a model with atomic saves. All other attributes are the model's."""
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, *, local: str = "", url: str = "") -> None:
         self._wrapped = model
+        self._local, self._url = local, url
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
 
     def save(self, filepath: str, **options: Any) -> None:
         _whole_or_not(filepath, lambda path: self._wrapped.save(path, **options))
+        self._upload(filepath)
 
     def save_weights(self, filepath: str, **options: Any) -> None:
         _whole_or_not(filepath, lambda path: self._wrapped.save_weights(path, **options))
+        self._upload(filepath)
+
+    def _upload(self, filepath: str) -> None:
+        if not self._url:
+            return
+        url = self._url + os.path.relpath(filepath, self._local)
+        try:
+            put(Path(filepath), url)
+        except UsageError:
+            raise
+        except Exception as error:  # each file system has its own types of errors
+            _LOG.warning("%s was not written (%s); the model is in %s", url, error, filepath)
+        else:
+            os.unlink(filepath)
 
 
 def save_whole(model: keras.Model, filepath: str | os.PathLike[str]) -> None:

@@ -36,7 +36,7 @@ from tfdist.files import FileLock, Held, fsync
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"step-(\d+)\.(\d+)")
+NAME = re.compile(r"step-(\d+)\.(\d+)")
 _LOCK = ".lock"
 _UNFINISHED, _DISCARDED = ".unfinished-", ".discarded-"
 
@@ -75,7 +75,8 @@ class CheckpointStore:
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
         self.directory = Path(directory)
-        self._keep = require_int("checkpoint: keep", keep, least=1, fix="pass keep=3")
+        self.first_serial = 1
+        self.keep = require_int("checkpoint: keep", keep, least=1, fix="pass keep=3")
         self._writing = threading.Lock()
         self._lock = FileLock(self.directory / _LOCK)
         self._known_damaged: set[Path] = set()
@@ -113,7 +114,8 @@ class CheckpointStore:
         with self._writing:
             try:
                 self._become_the_writer()
-                serial = max((location.serial for location in self._locations()), default=0) + 1
+                serials = [location.serial + 1 for location in self._locations()]
+                serial = max([*serials, self.first_serial])
                 name = f"step-{step:09d}.{serial}"
                 unfinished = self.directory / f"{_UNFINISHED}{name}"
                 try:
@@ -146,8 +148,12 @@ class CheckpointStore:
 
     def newest_name(self) -> str | None:
         """Return the directory name of the newest checkpoint, intact or damaged, or None."""
-        locations = self._locations()
-        return locations[-1].path.name if locations else None
+        names = self.names()
+        return names[-1] if names else None
+
+    def names(self) -> list[str]:
+        """Return the directory names of all checkpoints, intact or damaged, oldest first."""
+        return [location.path.name for location in self._locations()]
 
     def best(self) -> int | None:
         """Return the step of the newest intact checkpoint with `best`, or None."""
@@ -235,7 +241,7 @@ class CheckpointStore:
         return sorted(
             Location(serial=int(match[2]), step=int(match[1]), path=self.directory / name)
             for name in names
-            if (match := _NAME.fullmatch(name))
+            if (match := NAME.fullmatch(name))
         )
 
     def _sound(self) -> list[tuple[Location, Manifest]]:
@@ -255,7 +261,7 @@ class CheckpointStore:
     def _discard_old(self) -> None:
         """Remove all checkpoints except the best and the last `keep` intact checkpoints."""
         sound = self._sound()
-        kept = {location.path for location, _ in sound[-self._keep :]}
+        kept = {location.path for location, _ in sound[-self.keep :]}
         kept.update([location.path for location, manifest in sound if manifest.best][-1:])
         for location in self._locations():
             if location.path not in kept:

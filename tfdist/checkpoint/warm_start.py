@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from tfdist.checkpoint import state
+from tfdist.checkpoint.remote import is_remote, local_copy
 from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.store import Checkpoint
 from tfdist.errors import UsageError, named, near, require, require_one_of
@@ -64,7 +65,12 @@ def load_weights(
     values: dict[str, Any] = {}
     skipped: list[str] = []
     if job.is_chief:
-        values = _read(model, path, best=best, skip_mismatch=skip_mismatch)
+        with (
+            local_copy(path, best=best)
+            if is_remote(path)
+            else contextlib.nullcontext(path) as local
+        ):
+            values = _read(model, local, best=best, skip_mismatch=skip_mismatch)
         skipped = _checked(values, wanted, path, skip_mismatch=skip_mismatch)
     if skip_mismatch:
         skipped = broadcast(skipped)

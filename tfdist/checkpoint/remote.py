@@ -1,0 +1,371 @@
+"""Checkpoints and models in buckets and other file systems of fsspec (extra ``remote``).
+
+A checkpoint is written to a local directory first. A thread then uploads the shard, and last the
+manifest, so a remote checkpoint with a manifest is complete. Before an upload the thread claims the
+serial number with a conditional put: if two jobs write to one URL, the later one is refused. File
+systems without a conditional put do not refuse a job that claims in the same moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tfdist.checkpoint.format import MANIFEST
+from tfdist.checkpoint.store import NAME, CheckpointStore, SecondWriter
+from tfdist.data.cache import private_cache_dir
+from tfdist.errors import TfdistError, UsageError, require_packages
+from tfdist.files import fsync, one_line_errors, write_text
+from tfdist.strategy import run_dir
+
+_LOG = logging.getLogger(__name__)
+_CLAIMS, _WRITER = "claims", "writer"
+_FILES = ("arrays.bin", MANIFEST)
+_TRIES = 3
+_RETRY_S = 1.0
+
+_T = TypeVar("_T")
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a URL of fsspec, such as ``s3://bucket/run``."""
+    return "://" in os.fspath(path)
+
+
+def opened(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL and the path in it. Raise UsageError if it is unknown."""
+    require_packages(url, "fsspec", extra="remote")
+    import fsspec
+
+    try:
+        system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    except (ImportError, ValueError) as error:
+        fix = "install the package of this protocol, such as s3fs or gcsfs, or correct the URL"
+        raise UsageError(url, str(error).rstrip("."), fix=fix, code="unknown-protocol") from None
+    return system, root.rstrip("/")
+
+
+def retrying(action: Callable[..., _T], *args: Any) -> _T:
+    """Return the action's result. Repeat it after an error, and raise the last error."""
+    for number in range(1, _TRIES):
+        try:
+            return action(*args)
+        except Exception as error:  # each file system has its own types of errors
+            _LOG.info("retrying after %s", _said(error))
+            time.sleep(_RETRY_S * 2 ** (number - 1))
+    return action(*args)
+
+
+def put(local: Path, url: str, *, last: Sequence[str] = ()) -> None:
+    """Upload a file, or a directory's files with the names in `last` at the end, in this order."""
+    system, root = opened(url)
+    if local.is_file():
+        return retrying(system.put_file, str(local), root)
+    files = [path for path in local.rglob("*") if path.is_file()]
+    order = {name: number for number, name in enumerate(last)}
+    for path in sorted(files, key=lambda path: order.get(path.name, -1)):
+        name = path.relative_to(local).as_posix()
+        retrying(system.put_file, str(path), f"{root}/{name}")
+    return None
+
+
+@contextlib.contextmanager
+def local_copy(url: str, *, best: bool) -> Iterator[str]:
+    """Yield the path of a local copy of a file, or of the newest (best) checkpoint in a directory.
+
+    Raises TfdistError if the URL cannot be read.
+    """
+    system, root = opened(url)
+    with tempfile.TemporaryDirectory(prefix="tfdist-") as directory:
+        path = Path(directory)
+        try:
+            if system.isfile(root):
+                path /= root.rpartition("/")[2]
+                system.get_file(root, str(path))
+            else:
+                _download_one(url, path, best=best)
+        except TfdistError:
+            raise
+        except Exception as error:  # each file system has its own types of errors
+            raise TfdistError(f"{url} cannot be read: {_said(error)}") from error
+        yield str(path)
+
+
+def _download_one(url: str, directory: Path, *, best: bool) -> None:
+    copy = RemoteCheckpoints(url, CheckpointStore(directory))
+    for name in reversed(copy.complete()):
+        if (not best or copy.is_best(name)) and copy.download(name):
+            return
+    raise UsageError(
+        f"checkpoints in {url}",
+        "no complete checkpoint is marked best" if best else "there is no complete checkpoint",
+        fix="check the URL",
+        code="no-checkpoint",
+    )
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no details'}"[:300]
+
+
+def local_directory(url: str) -> Path:
+    """Return the local directory of a URL's checkpoints: in the run directory, or in the cache."""
+    name = f"remote-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+    try:
+        return run_dir() / name
+    except UsageError:
+        return (private_cache_dir() or Path(tempfile.mkdtemp(prefix="tfdist-"))) / name
+
+
+class RemoteCheckpoints:
+    """Copy of a local store's checkpoints at a URL (chief only).
+
+    Attributes:
+      error: Error that ended the uploads: another job writes to the URL.
+    """
+
+    def __init__(self, url: str, store: CheckpointStore) -> None:
+        self.error: SecondWriter | None = None
+        self._url = url.rstrip("/")
+        self._system, self._root = opened(url)
+        self._store = store
+        self._pending: deque[str] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._best: dict[str, bool] = {}
+
+    def fetch(self) -> None:
+        """Download the newest complete checkpoint, unless the local store has a newer one.
+
+        The local directory is locked by the caller. If the URL is unreachable, the local
+        checkpoints are used, with a warning. Raises TfdistError without local checkpoints.
+        """
+        mine = self._store.newest_name()
+        try:
+            # Written first: a missing permission or bucket is told before training.
+            retrying(self._system.pipe_file, f"{self._root}/{_WRITER}", self._id())
+            found = retrying(self._found)
+        except Exception as error:
+            problem = f"{self._url} cannot be written: {_said(error)}"
+            if mine is None:
+                raise TfdistError(f"{problem}. Fix: check the URL and its credentials") from error
+            _LOG.warning("%s; using the checkpoints in %s", problem, self._store.directory)
+            return
+        names = {name for path in found if NAME.fullmatch(name := path.partition("/")[0])}
+        taken = [*_claims(found).values(), *map(_serial, names)]
+        self._store.first_serial = 1 + max(taken, default=0)
+        for name in reversed(_complete(found)):
+            if mine is not None and _serial(name) < _serial(mine):
+                return
+            if (self._store.directory / name).exists() or self.download(name):
+                self._discard_others(_serial(name), name)
+                return
+
+    def complete(self) -> list[str]:
+        """Return the names of the complete checkpoints, oldest first."""
+        return _complete(self._found())
+
+    def is_best(self, name: str) -> bool:
+        """Return whether a checkpoint is marked as the best."""
+        if name not in self._best:
+            manifest = json.loads(self._system.cat_file(f"{self._root}/{name}/{MANIFEST}"))
+            self._best[name] = bool(manifest.get("best"))
+        return self._best[name]
+
+    def download(self, name: str) -> bool:
+        """Download a checkpoint. Return False, with a warning, if it is damaged."""
+        directory = self._store.directory
+        unfinished = directory / f".unfinished-{name}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with one_line_errors(directory):
+            unfinished.mkdir(parents=True)
+        for file in _FILES:
+            remote = f"{self._root}/{name}/{file}"
+            retrying(self._system.get_file, remote, str(unfinished / file))
+            fsync(unfinished / file)
+        os.replace(unfinished, directory / name)
+        fsync(directory)
+        if self._store.read_named(name) is not None:
+            _LOG.info("%s: downloaded %s", self._url, name)
+            return True
+        _LOG.warning("%s: %s is damaged; using the one before", self._url, name)
+        shutil.rmtree(directory / name)
+        return False
+
+    def resume(self) -> None:
+        """Upload the local checkpoints that a killed process has not uploaded."""
+        with contextlib.suppress(Exception):  # unreachable: the next save retries
+            newest = max(map(_serial, self.complete()), default=0)
+            for name in self._store.names():
+                if _serial(name) > newest:
+                    self.upload(name)
+
+    def upload(self, name: str) -> None:
+        """Upload a local checkpoint in the background."""
+        with self._changed:
+            self._is_closing = False
+            self._pending.append(name)
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+            self._thread.start()
+
+    def raise_error(self) -> None:
+        """Raise the error that ended the uploads, once."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for the last upload. If the URL stays unreachable, log an error and give up."""
+        if self._thread is not None:
+            with self._changed:
+                self._is_closing = True
+                self._changed.notify()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        failures, last_tries = 0, _TRIES
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._is_closing)
+                if not self._pending:
+                    return
+                name = self._pending[0]
+            try:
+                if (self._store.directory / name).exists():  # not replaced by newer checkpoints
+                    self._upload(name)
+            except SecondWriter as error:
+                self.error = error
+                _LOG.error("%s", error)
+                self._pending.clear()
+                return
+            except Exception as error:
+                if not failures:
+                    _LOG.warning(
+                        "%s: %s was not uploaded (%s). Training continues; the checkpoints are in "
+                        "%s, and the upload is retried",
+                        *(self._url, name, _said(error), self._store.directory),
+                    )
+                failures += 1
+                last_tries -= self._is_closing
+                if last_tries <= 0:
+                    kept = self._store.directory
+                    _LOG.error(
+                        "%s: the last checkpoint was not uploaded; it is in %s", self._url, kept
+                    )
+                    self._pending.clear()
+                    return
+                delay_s = _RETRY_S if self._is_closing else _RETRY_S * 2.0 ** min(failures - 1, 6)
+                with self._changed:  # `close` ends the wait, a new checkpoint does not
+                    deadline_s, was_closing = time.monotonic() + delay_s, self._is_closing
+                    while self._is_closing == was_closing and time.monotonic() < deadline_s:
+                        self._changed.wait(deadline_s - time.monotonic())
+                continue
+            if failures:
+                _LOG.info("%s: uploads succeed again", self._url)
+            failures, last_tries = 0, _TRIES
+            self._pending.popleft()
+
+    def _upload(self, name: str) -> None:
+        self._claim(_serial(name))
+        for file in _FILES:
+            path = str(self._store.directory / name / file)
+            self._system.put_file(path, f"{self._root}/{name}/{file}")
+        found = self._found()
+        newest = _complete(found)[-1]
+        if _serial(newest) > _serial(name) and not (self._store.directory / newest).exists():
+            raise self._second_writer()
+        try:
+            self._discard_old(found)
+        except Exception as error:  # the next upload retries
+            _LOG.info("%s: an old checkpoint was not removed: %s", self._url, _said(error))
+
+    def _claim(self, serial: int) -> None:
+        """Claim a serial number for this writer, or raise SecondWriter."""
+        path = f"{self._root}/{_CLAIMS}/{serial:09d}"
+        try:
+            self._system.pipe_file(path, self._id(), mode="create")
+        except Exception:  # each file system has its own error for an existing file
+            if not self._system.exists(path):
+                raise
+            if self._system.cat_file(path) != self._id():
+                raise self._second_writer() from None
+
+    def _second_writer(self) -> SecondWriter:
+        return SecondWriter(
+            f"checkpoints in {self._url}",
+            "another job writes to this URL",
+            fix="stop the other job, or use another URL",
+            code="second-writer",
+        )
+
+    def _id(self) -> bytes:
+        """Return the id of the local directory, which stays the same after a restart."""
+        file = self._store.directory / f".{_WRITER}"
+        if not file.exists():
+            write_text(file, uuid.uuid4().hex)
+        return file.read_bytes()
+
+    def _found(self) -> list[str]:
+        """Return the paths of all files below the URL, relative to it."""
+        try:
+            paths = self._system.find(self._root)
+        except FileNotFoundError:
+            return []
+        start = len(self._system._strip_protocol(self._root).rstrip("/")) + 1
+        return [path[start:] for path in paths]
+
+    def _discard_old(self, found: Sequence[str]) -> None:
+        """Remove all checkpoints except the best and the last `keep`, the manifest first."""
+        names = _complete(found)
+        kept = names[-self._store.keep :]
+        kept += [name for name in names if self.is_best(name)][-1:]
+        oldest = min(map(_serial, kept))
+        old = {name for path in found if NAME.fullmatch(name := path.partition("/")[0])}
+        for name in sorted(old - set(kept)):
+            if name in names or _serial(name) < oldest:
+                files = sorted(p for p in found if p.startswith(f"{name}/"))
+                for path in sorted(files, key=lambda path: not path.endswith(MANIFEST)):
+                    self._system.rm_file(f"{self._root}/{path}")
+        for path, serial in _claims(found).items():
+            if serial < oldest:
+                self._system.rm_file(f"{self._root}/{path}")
+
+    def _discard_others(self, serial: int, name: str) -> None:
+        """Remove local checkpoints of another line of the run, which was not uploaded."""
+        for other in self._store.names():
+            if other != name and _serial(other) >= serial:
+                _LOG.warning("%s: %s replaces the local %s", self._url, name, other)
+                shutil.rmtree(self._store.directory / other)
+
+
+def _serial(name: str) -> int:
+    return int(name.rpartition(".")[2])
+
+
+def _claims(found: Sequence[str]) -> dict[str, int]:
+    """Return the claimed serial numbers by the paths of the claims."""
+    parts = {path: path.rpartition("/") for path in found}
+    return {p: int(n) for p, (top, _, n) in parts.items() if top == _CLAIMS and n.isdecimal()}
+
+
+def _complete(found: Sequence[str]) -> list[str]:
+    """Return the checkpoints with a manifest among the found files, oldest first."""
+    parts = [path.rpartition("/") for path in found]
+    names = [name for name, _, file in parts if file == MANIFEST and NAME.fullmatch(name)]
+    return sorted(names, key=_serial)
