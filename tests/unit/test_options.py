@@ -1,5 +1,7 @@
 """Each option is written once, in `tfdist/options.py`, and the other modules derive from it."""
 
+from __future__ import annotations
+
 import ast
 import collections
 import dataclasses
