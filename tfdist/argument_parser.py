@@ -24,13 +24,6 @@ from tfdist.options import underscored
 
 _EXIT_SIGPIPE = 141
 
-_KINDS = {
-    "int": ("an integer", "2, for example", "not-an-int"),
-    "float": ("a number", "2, for example", "not-a-number"),
-}
-_OTHER = ("a value that it can read", "VALUE", "bad-value")
-"""Expected value, example and error code, by the function that reads the text of a flag."""
-
 
 def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -> int:
     """Run a program and return its exit code, or the exit code of the error that it raises.
@@ -128,35 +121,14 @@ class Parser(argparse.ArgumentParser):
     def unknown(self, word: str) -> UsageError:
         """Return the error for an unknown word, without its value, which may be a secret."""
         name = word.partition("=")[0]
-        flags = ["--help", *self._option_string_actions]
-        is_flag = name.startswith("--")
-        hint = near(name, flags) if is_flag else ""
-        return UsageError(
-            "command line",
-            received=f"{name}{hint}",
-            expected=f"a flag of {self.prog}" if is_flag else "no more than its --help tells",
-            fix="correct it, or leave it out; --help lists the flags",
-            code="unknown-flag",
-        )
+        hint = near(name, self._option_string_actions) if name.startswith("--") else ""
+        problem = f"{name!r} is not an argument of {self.prog}{hint}"
+        return UsageError("command line", problem, fix="see --help", code="unknown-flag")
 
     def error(self, message: str) -> NoReturn:
-        """Convert a message of argparse to a UsageError and raise it."""
-        where, received, fix = "command line", message, "see --help"
-        expected, code = f"what {self.prog} takes", "command-line"
-        if match := re.fullmatch(r"argument (\S+): (.*)", message):
-            where, message = match.groups()
-            received = message
-        if match := re.fullmatch(r"invalid (\w+) value: (.*)", message):
-            expected, example, code = _KINDS.get(match[1], _OTHER)
-            received, fix = match[2], f"write {where} {example}"
-        elif match := re.fullmatch(r"invalid choice: (.*) \(choose from (.*)\)", message):
-            received, expected = match[1], "one of " + match[2].replace("'", "")
-            code = "unknown-value"
-        elif message == "expected one argument":
-            action = self._option_string_actions.get(where)
-            shown = (action and action.metavar) or "VALUE"
-            received, expected, fix = "no value", "a value", f"write {where}={shown}"
-            code = "no-value"
-        elif match := re.fullmatch(r"the following arguments are required: (.*)", message):
-            received, code = f"no {match[1]}", "no-value"
-        raise UsageError(where, received=received, expected=expected, fix=fix, code=code)
+        """Raise a message of argparse as a UsageError."""
+        match = re.fullmatch(r"argument (\S+): (.*)", message)
+        where, problem = match.groups() if match else ("command line", message)
+        is_missing = "expected" in problem or "required" in problem
+        code = "no-value" if is_missing else "bad-value"
+        raise UsageError(where, problem, fix="see --help", code=code)

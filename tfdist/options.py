@@ -88,6 +88,8 @@ class Option:
     """Help of the same flag in ``tfdist submit``, which has no such flag if it is None."""
     submit_default: str | None = None
     schedulers: tuple[str, ...] = ("slurm", "kubernetes")
+    identifies: bool = False
+    """True if a launcher's command with another value is another job for ``--resume``."""
     free: bool = False
     """True for a configuration field that may differ between two starts of the same run."""
 
@@ -179,6 +181,7 @@ class _Shape:
         "kind of the job; auto decides by --ps, --stages, --workers and the devices",
         choices=STRATEGIES,
         variable=STRATEGY,
+        identifies=True,
         submit="",
     )
     devices_per_worker: int | None = option(
@@ -187,6 +190,7 @@ class _Shape:
         "CPU)",
         least=1,
         variable="TFDIST_DEVICES_PER_WORKER",
+        identifies=True,
         submit="devices of each worker (all that it sees)",
     )
 
@@ -245,6 +249,7 @@ class JobOptions(_Shape):
         least=1,
         strategies=kinds_that("has_servers"),
         variable="TFDIST_SPLIT_BYTES",
+        identifies=True,
         submit="",
     )
     stages: int | None = option(
@@ -253,6 +258,7 @@ class JobOptions(_Shape):
         least=1,
         strategies=kinds_that("has_stages"),
         variable=STAGES,
+        identifies=True,
         submit="",
     )
     terminal: bool = option(False)
@@ -264,7 +270,9 @@ class JobOptions(_Shape):
 
 @dataclass(frozen=True, kw_only=True)
 class _Counts:
-    workers: int = option(1, "processes that compute", least=1, most=_MAX_TASKS, submit="")
+    workers: int = option(
+        1, "processes that compute", least=1, most=_MAX_TASKS, identifies=True, submit=""
+    )
     ps: int | None = option(
         None,
         "parameter servers (default: 1 in a ps job)",
@@ -272,6 +280,7 @@ class _Counts:
         most=_MAX_TASKS,
         strategies=kinds_that("has_servers"),
         variable=PS,
+        identifies=True,
         submit="",
     )
 

@@ -3,7 +3,6 @@
 import argparse
 import ast
 import configparser
-import dataclasses
 import json
 import re
 import shlex
@@ -16,10 +15,10 @@ import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
 from tfdist import check, demo, env, export, serve, top
-from tfdist.cluster import JobOptions
+from tfdist.cluster.settings import NAMES
 from tfdist.configs import command_line
 from tfdist.launch import options
-from tfdist.options import LaunchFlags, names_of
+from tfdist.options import JobOptions, LaunchFlags, names_of, table
 from tfdist.report import __main__ as report
 from tfdist.submit import request
 from tfdist.submit.__main__ import main as submit
@@ -94,10 +93,20 @@ def test_every_flag_is_in_its_page(page, flags):
     assert [flag for flag in flags if flag != "help" and f"--{flag}" not in text] == []
 
 
+def test_every_flag_s_default_and_every_variable_is_in_its_table():
+    lines = (DOCS / "launch.md").read_text().splitlines()
+    for one in table(LaunchFlags).values():
+        if one.help and one.default not in (None, False):
+            row = next(line for line in lines if re.match(rf"\| `--{one.name}\b", line))
+            assert row.split("|")[2].strip(" `") == str(one.default).removesuffix(".0")
+    rows = re.findall(r"^\| (TFDIST_[^|]*)\|", (DOCS / "hosts.md").read_text(), re.MULTILINE)
+    assert {*NAMES} == {name.strip() for row in rows for name in row.split(",")}
+
+
 def test_every_option_of_tf_config_is_in_the_table():
     rows = [row.split("|") for row in (DOCS / "strategies.md").read_text().splitlines()]
     told = {row[1].strip(): row[2].strip(" `") for row in rows if len(row) > 3}
-    for option in dataclasses.fields(JobOptions):
+    for option in table(JobOptions).values():
         default = json.dumps(option.default).removesuffix(".0")
         assert (option.name, told[f"`{option.name}`"]) == (option.name, default)
 

@@ -27,7 +27,6 @@ from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
 SPAWN = "tfdist.launch.spawn"
 """Module that the tasks of `tfdist.spawn` run."""
 
-_OF_STRATEGY = ("strategy", "workers", "ps", "stages", "devices_per_worker", "split_bytes")
 _OF_ONE_START = ("run_dir", "resume", "dry_run")
 _MAX_METRICS = 6
 
@@ -39,10 +38,10 @@ def command_of(options: LaunchOptions) -> dict[str, Any]:
     """
     program = options.program
     target = program.target if program.is_module else os.path.abspath(program.target)
-    flags = _changed(options)
+    flags = _changed(options).items()
     return {
         "program": without_secrets([target, *program.args]),
-        "flags": {name: flags[name] for name in _OF_STRATEGY if name in flags},
+        "flags": {name: value for name, value in flags if table(LaunchFlags)[name].identifies},
     }
 
 

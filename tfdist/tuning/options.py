@@ -41,6 +41,7 @@ class RunOptions(TrialFlags):
 
     def __post_init__(self) -> None:
         check(self, "--{0.name}", code="bad-value")
+        object.__setattr__(self, "ps", self.num_ps)  # the journal has the number
         LaunchOptions(  # each trial's launcher would reject the same values
             strategy=self.strategy if self.hosts is None else "auto",
             workers=self.workers,
