@@ -25,11 +25,11 @@ from tfdist.options import underscored
 _EXIT_SIGPIPE = 141
 
 _KINDS = {
-    "int": ("an integer", "2, for example", "not-an-int"),
-    "float": ("a number", "2, for example", "not-a-number"),
+    "int": ("an integer", "not-an-int"),
+    "float": ("a number", "not-a-number"),
 }
-_OTHER = ("a value that it can read", "VALUE", "bad-value")
-"""Expected value, example and error code, by the function that reads the text of a flag."""
+_OTHER = ("a valid value", "bad-value")
+"""Kind of the value and error code, by the function that reads the text of a flag."""
 
 
 def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -> int:
@@ -65,9 +65,8 @@ def require_writable(flag: str, path: Path | None) -> None:
         require(
             is_writable and not path.is_dir(),
             flag,
-            received=path,
-            expected="a file that can be written, in a directory that is there",
-            fix="correct the path",
+            f"cannot write the file {path}",
+            fix="pass the path of a writable file in an existing directory",
             code="not-writable",
         )
 
@@ -78,9 +77,8 @@ def reading_file(flag: str, path: object, *, expected: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, EOFError) as error:
-        received = f"{path} ({getattr(error, 'strerror', None) or error})"
-        fix, code = "correct the path", "no-file"
-        raise UsageError(flag, received=received, expected=expected, fix=fix, code=code) from None
+        problem = f"cannot read {path} ({getattr(error, 'strerror', None) or error})"
+        raise UsageError(flag, problem, fix=f"pass {expected}", code="no-file") from None
 
 
 def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[..., Any]:
@@ -93,13 +91,13 @@ def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[.
     path, _, name = text.rpartition(":")
     spec = importlib.util.spec_from_file_location("module_of_a_flag", path) if path else None
     if spec is None or spec.loader is None or not os.path.isfile(path):
-        raise refused("no such Python file")
+        raise refused("the Python file does not exist")
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function: Any = getattr(module, name, None)
     if not callable(function):
-        raise refused(f"no function {name!r} in it{near(name, vars(module))}")
+        raise refused(f"the file has no function {name!r}{near(name, vars(module))}")
     return function
 
 
@@ -133,30 +131,27 @@ class Parser(argparse.ArgumentParser):
         hint = near(name, flags) if is_flag else ""
         return UsageError(
             "command line",
-            received=f"{name}{hint}",
-            expected=f"a flag of {self.prog}" if is_flag else "no more than its --help tells",
-            fix="correct it, or leave it out; --help lists the flags",
+            f"{name} is not {'a flag' if is_flag else 'an argument'} of {self.prog}{hint}",
+            fix="correct it, or leave it out (--help lists the flags)",
             code="unknown-flag",
         )
 
     def error(self, message: str) -> NoReturn:
         """Convert a message of argparse to a UsageError and raise it."""
-        where, received, fix = "command line", message, "see --help"
-        expected, code = f"what {self.prog} takes", "command-line"
+        where, problem, fix, code = "command line", message, "read --help", "command-line"
         if match := re.fullmatch(r"argument (\S+): (.*)", message):
             where, message = match.groups()
-            received = message
+            problem = message
         if match := re.fullmatch(r"invalid (\w+) value: (.*)", message):
-            expected, example, code = _KINDS.get(match[1], _OTHER)
-            received, fix = match[2], f"write {where} {example}"
+            kind, code = _KINDS.get(match[1], _OTHER)
+            problem, fix = f"{match[2]} is not {kind}", f"pass {kind}"
         elif match := re.fullmatch(r"invalid choice: (.*) \(choose from (.*)\)", message):
-            received, expected = match[1], "one of " + match[2].replace("'", "")
-            code = "unknown-value"
+            problem, code = f"{match[1]} is unknown", "unknown-value"
+            fix = "choose from " + match[2].replace("'", "")
         elif message == "expected one argument":
             action = self._option_string_actions.get(where)
             shown = (action and action.metavar) or "VALUE"
-            received, expected, fix = "no value", "a value", f"write {where}={shown}"
-            code = "no-value"
+            problem, fix, code = "the flag has no value", f"write {where}={shown}", "no-value"
         elif match := re.fullmatch(r"the following arguments are required: (.*)", message):
-            received, code = f"no {match[1]}", "no-value"
-        raise UsageError(where, received=received, expected=expected, fix=fix, code=code)
+            problem, code = f"required arguments are missing: {match[1]}", "no-value"
+        raise UsageError(where, problem, fix=fix, code=code)

@@ -70,7 +70,7 @@ def test_what_names_no_program_is_the_launchers(tmp_path, monkeypatch, capsys):
     [
         (programs, ["lauch", "--workers", "2"], "not a program (did you mean 'launch'?)"),
         (programs, ["train.py"], "'train.py', which is no file"),
-        (top, ["a", "b"], "tfdist.top: command line: received "),
+        (top, ["a", "b"], "tfdist.top: command line: b is not an argument of "),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(program, words, said, tmp_path, monkeypatch, capsys):
