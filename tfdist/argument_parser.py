@@ -58,9 +58,8 @@ def require_writable(flag: str, path: Path | None) -> None:
         require(
             is_writable and not path.is_dir(),
             flag,
-            received=path,
-            expected="a file that can be written, in a directory that is there",
-            fix="correct the path",
+            f"cannot write the file {path}",
+            fix="pass the path of a writable file in an existing directory",
             code="not-writable",
         )
 
@@ -71,9 +70,8 @@ def reading_file(flag: str, path: object, *, expected: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, EOFError) as error:
-        received = f"{path} ({getattr(error, 'strerror', None) or error})"
-        fix, code = "correct the path", "no-file"
-        raise UsageError(flag, received=received, expected=expected, fix=fix, code=code) from None
+        problem = f"cannot read {path} ({getattr(error, 'strerror', None) or error})"
+        raise UsageError(flag, problem, fix=f"pass {expected}", code="no-file") from None
 
 
 def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[..., Any]:
@@ -86,13 +84,13 @@ def load_function(text: str, refused: Callable[[str], UsageError]) -> Callable[.
     path, _, name = text.rpartition(":")
     spec = importlib.util.spec_from_file_location("module_of_a_flag", path) if path else None
     if spec is None or spec.loader is None or not os.path.isfile(path):
-        raise refused("no such Python file")
+        raise refused("the Python file does not exist")
     sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     function: Any = getattr(module, name, None)
     if not callable(function):
-        raise refused(f"no function {name!r} in it{near(name, vars(module))}")
+        raise refused(f"the file has no function {name!r}{near(name, vars(module))}")
     return function
 
 

@@ -38,7 +38,7 @@ def test_flags_of_a_configuration_may_come_twice():
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (UsageError("--x", received=1, expected="2", fix="write 2"), 2, "p: --x: received 1"),
+        (UsageError("--x", "1 is too small", fix="write 2"), 2, "p: --x: 1 is too small. Fix: "),
         (PeerLost("worker-1 is gone"), 75, "p: worker-1 is gone"),
         (Stopped(signal.SIGTERM), 143, ""),
         (KeyboardInterrupt(), 130, ""),
@@ -79,7 +79,7 @@ def test_a_port_at_which_nothing_can_listen_is_refused():
 
 
 def test_a_refusal_is_the_same_after_a_journey_between_processes():
-    told = {"received": "[]", "expected": "one or more", "fix": "add one", "code": "none"}
+    told = {"problem": "the list is empty", "fix": "add a worker", "code": "none"}
     caught = refusal(lambda: errors.require([], "workers", **told))
     again = pickle.loads(pickle.dumps(caught))
     assert (str(again), again.code) == (str(caught), "none")

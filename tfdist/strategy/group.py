@@ -111,7 +111,7 @@ def naming_lost_peer(job: Job) -> Iterator[None]:
         if not lost or not (lost in str(error) or isinstance(error, _OF_PEERS)):
             raise
         if job.ring is not None and job.ring.stopped:
-            raise ends_differ(job.ring.stopped, f"none in {job.name}") from error
+            raise ends_differ(job.ring.stopped, f"not in {job.name}") from error
         if job.ring is not None and job.ring.differs:
             theirs, mine = job.ring.differs
             raise UsageError(
