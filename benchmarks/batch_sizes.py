@@ -59,8 +59,7 @@ def whole_numbers(flag: str, words: Sequence[str]) -> list[int]:
     require(
         all(word.isdecimal() and int(word) for word in words),
         flag,
-        received=",".join(words),
-        expected="whole numbers with commas between them",
+        f"{','.join(words)} is not a list of whole numbers above 0",
         fix=f"write {flag} 8,12,20",
         code="not-an-int",
     )

@@ -343,8 +343,7 @@ def _check(options: Any) -> None:
     require(
         _is_of_a_model(options.url),
         "URL",
-        received=repr(options.url),
-        expected="the address of a model",
+        f"{options.url!r} is not the address of a model",
         fix="write http://127.0.0.1:8501/v1/models/NAME",
         code="bad-value",
     )

@@ -77,15 +77,14 @@ def _of_function(name: str, *, strategy: Any) -> Subject:
         made = function()
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], keras.Model):
-        raise _bad(name, f"{type(made).__name__} from it")
+        raise _bad(name, f"{type(made).__name__} is not (model, x, y), (model, x) or a keras.Model")
     return Subject(model=parts[0], **dict(zip(("x", "y"), parts[1:], strict=False)))
 
 
-def _bad(name: str, received: str) -> UsageError:
+def _bad(name: str, problem: str) -> UsageError:
     return UsageError(
         name,
-        received=received,
-        expected="file.py:function, which returns (model, x, y), (model, x) or a keras.Model",
-        fix="name the function that makes the program's model and data",
+        problem,
+        fix="pass FILE.py:FUNCTION, the function that makes the program's model and data",
         code="not-a-subject",
     )

@@ -457,9 +457,7 @@ class _Augmentation:
 class TrainFields:
     """Fields of a configuration of `tfdist.train`."""
 
-    dataset: str = option(
-        "tfdist_digits", "TFDS name; tfdist_digits, of scikit-learn, needs no download"
-    )
+    dataset: str = option("tfdist_digits", "TFDS name; tfdist_digits needs no download")
     data_dir: str = option("", "directory of the TFDS data; '' for the default of TFDS", free=True)
     train_split: str = option("train", "TFDS split, also with slices: 'train[:90%]'")
     validation_split: str = option("test", "TFDS split for the validation; '' for none")

@@ -55,9 +55,7 @@ def _parser() -> Parser:
 def _scaling(arguments: argparse.Namespace) -> list[str]:
     for name in ("repeats", "rate_mbit"):
         if (value := getattr(arguments, name)) is not None and not value > 0:
-            raise UsageError(
-                f"--{name}", received=value, expected="more than 0", fix=f"use --{name} 3"
-            )
+            raise UsageError(f"--{name}", f"{value} is not above 0", fix=f"use --{name} 3")
     out, table = arguments.out, _measure(arguments)
     out.mkdir(parents=True, exist_ok=True)
     (out / "scaling.json").write_text(json.dumps(table, indent=1) + "\n")
@@ -71,9 +69,8 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if (out / "runs").exists():
         raise UsageError(
             f"--out {out}",
-            received="a directory with runs in it",
-            expected="a new one: a finished run would not be measured again",
-            fix="name another directory",
+            "the directory has runs, which would not be measured again",
+            fix="choose another directory",
         )
     run = functools.partial(
         measure.run_job, arguments=arguments.arguments, timeout_s=arguments.timeout_s

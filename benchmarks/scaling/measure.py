@@ -42,8 +42,7 @@ class Shape:
         if found is None or (found[3] and not float(found[3])):
             raise UsageError(
                 "--shapes",
-                received=repr(word),
-                expected="shapes such as 2W1PS, 2W for a multiworker job, 2W1PS@50 at 50 Mbit/s",
+                f"{word!r} is not a shape such as 2W1PS, 2W (multiworker) or 2W1PS@50 (50 Mbit/s)",
                 fix="write --shapes 1W1PS,2W1PS,2W",
             )
         rate_mbit = float(found[3]) if found[3] else None

@@ -224,8 +224,7 @@ def check_program(program: Program) -> None:
     if not program.is_module and not is_file:
         raise UsageError(
             "program",
-            received=f"{program.target!r}, which is no file",
-            expected="a Python script",
+            f"{program.target!r} is not a file",
             fix="correct the path, or use -m for a module",
             code="no-file",
         )

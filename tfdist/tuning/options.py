@@ -118,8 +118,7 @@ def require_no_rule(early_stop: str) -> None:
     require(
         early_stop == NONE,
         "--early_stop",
-        received=f"{early_stop} with hyperband",
-        expected="none: hyperband ends trials itself, and counts on those it goes on with",
+        f"{early_stop} does not work with hyperband, which stops and continues trials itself",
         fix="leave it out, or use random search",
         code="exclusive",
     )
