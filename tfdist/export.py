@@ -90,7 +90,7 @@ def _samples(path: Path) -> Any:
     """Return the array in a file, or raise UsageError if the file has none."""
     import numpy as np
 
-    with reading_file("--samples", path, expected="an array, as numpy.save writes it"):
+    with reading_file("--samples", path, expected="an array file of numpy.save"):
         return np.load(path)
 
 
