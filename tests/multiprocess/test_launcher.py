@@ -612,7 +612,7 @@ def test_a_job_goes_on_whose_standard_files_are_closed_or_full(launch, files):
     [
         ('mkdir gone && cd gone && rmdir ../gone && exec "$@"', [], 2, "working directory: the l"),
         ('exec "$@"', ["--run_dir=file/run"], 2, "--run_dir: cannot write"),
-        ('exec "$@"', ["--worker=2"], 2, "command line: received --worker "),
+        ('exec "$@"', ["--worker=2"], 2, "command line: Unknown command line flag 'worker'"),
     ],
     ids=["gone", "run directory", "flag"],
 )
