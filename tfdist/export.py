@@ -90,7 +90,7 @@ def _samples(path: Path) -> Any:
     """Return the array in a file, or raise UsageError if the file has none."""
     import numpy as np
 
-    with reading_file("--samples", path, expected="an array, as numpy.save writes it"):
+    with reading_file("--samples", path, expected="an array file of numpy.save"):
         return np.load(path)
 
 
@@ -109,7 +109,7 @@ def _follow(options: Any) -> None:
         threading.Thread(target=_set_at_eof, args=(stop,), daemon=True).start()
     there = _published(options)
     if not options.source.exists():
-        _LOG.warning("%s does not exist yet; waiting for it", options.source)
+        _LOG.warning("%s does not exist yet, waiting for it", options.source)
 
     def newest() -> str | None:
         found = newest_in(options.source, best=options.best)

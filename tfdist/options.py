@@ -457,12 +457,12 @@ class _Augmentation:
 class TrainFields:
     """Fields of a configuration of `tfdist.train`."""
 
-    dataset: str = option("tfdist_digits", "TFDS name; tfdist_digits needs no download")
-    data_dir: str = option("", "directory of the TFDS data; '' for the default of TFDS", free=True)
+    dataset: str = option("tfdist_digits", "TFDS name (tfdist_digits needs no download)")
+    data_dir: str = option("", "directory of the TFDS data ('': the default of TFDS)", free=True)
     train_split: str = option("train", "TFDS split, also with slices: 'train[:90%]'")
-    validation_split: str = option("test", "TFDS split for the validation; '' for none")
+    validation_split: str = option("test", "TFDS split for the validation ('': no validation)")
     model: str = option(
-        "cnn", "network; see tfdist/app/recipe.py", choices=("dense", "cnn", "resnet20")
+        "cnn", "network (see tfdist/app/recipe.py)", choices=("dense", "cnn", "resnet20")
     )
     dropout: float = option(0.25, "fraction of units to drop", least=0, below=1)
     initial_weights: str = option(
@@ -473,10 +473,10 @@ class TrainFields:
         10, "number of virtual epochs, each with a validation, a log line and a save", least=1
     )
     global_batch_size: int = option(
-        64, "examples per step over all replicas; under ps, per step of a worker", least=1
+        64, "examples per step over all replicas (ps: per step of a worker)", least=1
     )
     early_stopping_patience: int = option(
-        0, "virtual epochs without a lower validation loss before the run stops; 0 never", least=0
+        0, "virtual epochs without a lower validation loss before the run stops (0: never)", least=0
     )
     optimizer: str = option("adam", "optimizer", choices=("sgd", "adam", "adamw"))
     learning_rate: float = option(0.001, "maximum learning rate", above=0)
@@ -486,28 +486,28 @@ class TrainFields:
         choices=("constant", "cosine", "linear"),
     )
     warmup_examples: int = option(
-        0, "examples over which the learning rate rises; not with `linear`", least=0
+        0, "examples over which the learning rate rises (not with `linear`)", least=0
     )
     momentum: float = option(0.9, "Nesterov momentum of sgd", least=0, below=1)
-    weight_decay: float = option(0.0, "decoupled weight decay; 0 for none", least=0)
-    clip_norm: float = option(0.0, "maximum norm of all gradients; 0 for no limit", least=0)
+    weight_decay: float = option(0.0, "decoupled weight decay", least=0)
+    clip_norm: float = option(0.0, "maximum norm of all gradients (0: no limit)", least=0)
     gradient_accumulation_steps: int = option(1, "steps per update", least=1)
     precision: str = option(
         "float32", "Keras dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16")
     )
     seed: int | None = option(
         None,
-        "seed of weights, order, augmentation and dropout; drawn and recorded if not set",
+        "seed of weights, order, augmentation and dropout (drawn and recorded if not set)",
         least=0,
         below=2**32,
     )
     augmentation: _Augmentation = _Augmentation()
     strategy: str = option("auto", "auto: the launcher's", choices=STRATEGIES, free=True)
-    devices_per_worker: int = option(0, "replicas in each task; 0 for all", least=0, free=True)
-    run_dir: str = option("", "run directory; '' for the launcher's, or in runs/", free=True)
+    devices_per_worker: int = option(0, "replicas in each task (0: all)", least=0, free=True)
+    run_dir: str = option("", "run directory ('': the launcher's, or in runs/)", free=True)
     backup_every_steps: int = option(
         0,
-        "steps between further saves; 0 saves only at the end of each virtual epoch",
+        "steps between further saves (0: save only at the end of each virtual epoch)",
         least=0,
         free=True,
     )
@@ -534,7 +534,7 @@ class TrainFields:
     )
     max_staleness: int | None = option(
         None,
-        "under ps: most updates by other workers between a step's read and write; null for any",
+        "under ps: most updates by other workers between a step's read and write (null: any)",
         least=0,
         free=True,
     )
@@ -550,7 +550,7 @@ class TrainFields:
     )
     overfit_batches: int = option(
         0,
-        "number of batches to train on, to check that the model can learn; 0 for all",
+        "number of batches to train on, to check that the model can learn (0: all)",
         least=0,
     )
 

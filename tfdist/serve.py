@@ -117,7 +117,7 @@ def _check_files(options: Any) -> None:
     )
     for flag in ("token", "tls_cert", "tls_key"):
         path = getattr(options, flag)
-        with reading_file(f"--{flag}", path, expected="a file that has something in it"):
+        with reading_file(f"--{flag}", path, expected="a file that is not empty"):
             if path and not path.read_bytes().strip():
                 raise ValueError("empty")
     if options.tls_cert:

@@ -211,7 +211,7 @@ def test_other_inputs_or_outputs_than_the_version_before_are_a_warning(tmp_path,
     tfdist.export_model(line(layers.Dense(3, name="z")), tmp_path, version=9)
     (told,) = caplog.messages
     before, after = {"z": ["float32", [None, 2]]}, {"z": ["float32", [None, 3]]}
-    assert told.startswith(f"export: version 9 has outputs {after}, but version 3 has {before}; ")
+    assert told.startswith(f"export: version 9 has outputs {after}, but version 3 has {before}. ")
 
 
 @pytest.mark.parametrize(

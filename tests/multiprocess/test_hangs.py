@@ -210,7 +210,7 @@ def a_stopped_worker_of_several_is_killed_and_done_without(hang):
     assert job.end() == 0
     (attempt,) = job.attempts()
     assert [lost["task"] for lost in attempt["lost"]] == ["worker-1"]
-    assert "stopped (SIGSTOP)" in attempt["lost"][0]["cause"]
+    assert "stopped by SIGSTOP" in attempt["lost"][0]["cause"]
     assert "finished without worker-1\n" in job.text
 
 

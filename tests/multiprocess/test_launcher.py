@@ -414,7 +414,7 @@ def test_a_guardian_that_is_killed_is_replaced_and_the_job_goes_on(launch):
     job.ready(5)
     (guardian,) = (pid for pid, line in children(job.process.pid).items() if "guardian" in line)
     os.kill(guardian, signal.SIGKILL)
-    job.read_until("guardian: killed; started a new guardian")
+    job.read_until("guardian: killed, started a new guardian")
     assert not select.select(list(job.pidfds.values()), [], [], 0)[0]
     job.signal(signal.SIGKILL)
     job.assert_gone()
@@ -612,7 +612,7 @@ def test_a_job_goes_on_whose_standard_files_are_closed_or_full(launch, files):
     [
         ('mkdir gone && cd gone && rmdir ../gone && exec "$@"', [], 2, "working directory: the l"),
         ('exec "$@"', ["--run_dir=file/run"], 2, "--run_dir: cannot write"),
-        ('exec "$@"', ["--worker=2"], 2, "command line: received --worker "),
+        ('exec "$@"', ["--worker=2"], 2, "command line: Unknown command line flag 'worker'"),
     ],
     ids=["gone", "run directory", "flag"],
 )

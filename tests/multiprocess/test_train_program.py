@@ -36,7 +36,7 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind, tmp_path):
     assert names <= set(os.listdir(run_dir))
 
     again = launch(run_dir, *job, *flags, timeout_s=DEADLINE_S)
-    assert "is finished; pass --overwrite to run it again" in again
+    assert "is finished (pass --overwrite to run it again)" in again
     assert RunDirectory(run_dir).read_summary() == summary
 
     if kind == "multiworker":

@@ -88,7 +88,7 @@ def _logs(tmp_path):
             "worker-0: ValueError: a layer of -3 units (exit code 1)",
             "trial.py",
         ),
-        ("", {"launch_flags": ("--strategy", "none")}, "--strategy: received 'none'", "--strategy"),
+        ("", {"launch_flags": ("--strategy", "none")}, "--strategy: 'none' is inv", "--strategy"),
         (
             "done(1); signal.pause()",
             {"timeout_s": 3.0},

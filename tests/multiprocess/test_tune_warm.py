@@ -109,7 +109,7 @@ def test_what_cannot_be_shared_is_left_to_the_trials(tmp_path, monkeypatch):
             assert "cannot import no_such_module, so the tasks import it: Module" in log
         else:
             assert printed == "\n"
-            assert "importing colorsys, with_a_thread started threads; restarting" in log
+            assert "importing colorsys, with_a_thread started threads, restarting" in log
 
 
 def test_a_trial_goes_on_without_it_and_the_next_has_another(tmp_path):

@@ -8,7 +8,7 @@ done
 [ "${missing-}" ] || exit 0
 
 if ((EUID)) || ! command -v apt-get >/dev/null; then
-    echo "test-slurm: received no Slurm; expected slurm-wlm and munge. Fix: install them, as root" >&2
+    echo "test-slurm: Slurm is not installed. Fix: install slurm-wlm and munge, as root" >&2
     exit 2
 fi
 policy=/usr/sbin/policy-rc.d

@@ -316,7 +316,7 @@ def test_the_file_is_written_into_the_run_directory(run_dir, capsys):
     assert stat.S_IMODE((run_dir / "report.html").stat().st_mode) == 0o600
     assert str(run_dir / "report.html") in capsys.readouterr().out
     assert program.main([str(run_dir), f"--out={run_dir}"]) == 2
-    assert f"--out: received {run_dir};" in capsys.readouterr().err
+    assert f"--out: cannot write the file {run_dir}. Fix: " in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -268,7 +268,7 @@ def _write_summary(
 
 def _show_finished(directory: RunDirectory) -> dict[str, Any]:
     summary = directory.read_summary() or {}
-    logger.info("the run in %s is finished; pass --overwrite to run it again", directory.path)
+    logger.info("the run in %s is finished (pass --overwrite to run it again)", directory.path)
     path = str(directory.plot_file) if directory.plot_file.exists() else None
     show_result(summary, run_dir=str(directory.path), plot=path)
     return summary

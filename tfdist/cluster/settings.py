@@ -84,7 +84,7 @@ def legacy_keras(environ: Mapping[str, str]) -> str:
         return ""
     return (
         f"{LEGACY_KERAS}={value}: tf.keras is Keras 2, whose models tfdist refuses. "
-        "Fix: unset it, or make models by `import keras` alone"
+        "Fix: unset it, or make models only by `import keras`"
     )
 
 
@@ -102,33 +102,21 @@ def integer(
         return None
     if len(value) <= 10 and value.isascii() and value.isdecimal() and least <= int(value) <= most:
         return int(value)
-    expected = f"an integer from {least} " + ("on" if most == _MAX else f"to {most}")
+    allowed = f"an integer from {least} " + ("on" if most == _MAX else f"to {most}")
+    problem = f"{shown(value)} is not {allowed}"
     if name in NAMES:
-        raise _wrong(name, value, expected, "correct it, or unset it")
-    raise contradiction(name, shown(value), expected, f"see who sets {name} in this job")
+        raise UsageError(name, problem, fix="correct it, or unset it", code="ENV001")
+    fix = f"find the program that sets {name} in this job"
+    raise UsageError(name, problem, fix=fix, code="ENV007")
 
 
 def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MAX) -> int:
     """Return the value of an integer variable. Raise `UsageError` if it is not set."""
     value = integer(environ, name, least=least, most=most)
     if value is None:
-        raise missing(name, "a number, as whoever set the variables beside it sets it too")
+        fix = f"pass it on to the task, or set {CLUSTER}=none for a single process"
+        raise UsageError(name, "the variable is not set", fix=fix, code="ENV007")
     return value
-
-
-def missing(name: str, expected: str) -> UsageError:
-    """Return the error for a variable that is not set."""
-    fix = f"pass it on to the task, or set {CLUSTER}=none for a process by itself"
-    return contradiction(name, "nothing: it is not set", expected, fix)
-
-
-def contradiction(where: str, received: str, expected: str, fix: str) -> UsageError:
-    """Return the error for a scheduler's variables that contradict each other."""
-    return UsageError(where, received=received, expected=expected, fix=fix, code="ENV007")
-
-
-def _wrong(name: str, value: str, expected: str, fix: str) -> UsageError:
-    return UsageError(name, received=shown(value), expected=expected, fix=fix, code="ENV001")
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
@@ -141,9 +129,7 @@ def _refuse_misspelt(environ: Mapping[str, str]) -> None:
         if close:
             ours = f"TFDIST_{close[0]}"
             fix = f"write {ours}, or unset {name}"
-            raise UsageError(
-                name, received="a value", expected=f"the name {ours}", fix=fix, code="ENV002"
-            )
+            raise UsageError(name, f"the name is unknown, unlike {ours}", fix=fix, code="ENV002")
 
 
 _SECRET = re.compile(

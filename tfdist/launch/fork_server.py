@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
         except Exception as error:
             _log(f"cannot import {name}, so the tasks import it: {type(error).__name__}: {error}")
     if more and count_threads() > 1:
-        _log(f"importing {', '.join(more)} started threads; restarting without these modules")
+        _log(f"importing {', '.join(more)} started threads, restarting without these modules")
         command = _command(control, modules)
         os.execv(command[0], command)
     os.set_inheritable(control.fileno(), False)
@@ -98,7 +98,7 @@ def import_once(modules: Sequence[str]) -> None:
         importlib.import_module(name)
     threads = count_threads()
     if threads > 1:  # other threads, and their locks, do not survive a fork
-        _log(f"{threads} threads run after the imports, expected 1; tasks may hang")
+        _log(f"{threads} threads run after the imports (expected 1), so tasks may hang")
     # Freeze shared objects, so that a task's garbage collector does not copy their pages. Collect
     # nothing before: this is slow, and tasks would fill the freed memory and so copy its pages.
     gc.freeze()

@@ -128,9 +128,9 @@ class GuardianClient:
             return
         if self._starts >= _MAX_STARTS:
             self._process = None
-            self._say("guardian: killed too often; kill -9 of the launcher may now leave processes")
+            self._say("guardian: killed too often, so kill -9 of the launcher may leave processes")
             return
-        self._say("guardian: killed; started a new guardian")
+        self._say("guardian: killed, started a new guardian")
         self._start()
         self._tell_sessions()
 

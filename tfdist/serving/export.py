@@ -160,15 +160,15 @@ def _checked(export: _Export, samples: Any, wanted: Any, *, apart: Any) -> dict[
     for name, value in first.items():
         if not np.array_equal(value, again[name], equal_nan=value.dtype.kind == "f"):
             raise TfdistError(
-                f"export: output {name!r} differs between two calls with the same input; not "
-                "published. Fix: remove random numbers and state from calls with training=False"
+                f"export: output {name!r} differs between two calls with the same input, so "
+                "it is not published. Fix: remove random numbers and state if training=False"
             )
     _require_equal(first, wanted)
     by_example = _is_by_example(export, apart)
     if not by_example:
         _LOG.warning(
             "export: an example's outputs depend on its batch, or the check needs samples=... with "
-            "different examples; tfdist.serve will compute each request separately. Start "
+            "different examples. tfdist.serve will compute each request separately. Start "
             "TensorFlow Serving without --enable_batching"
         )
     return {
@@ -209,7 +209,7 @@ def _warn_of_others(target: Path, manifest: Mapping[str, Any]) -> None:
         for key in ("inputs", "outputs"):
             if found[key] != manifest[key]:
                 _LOG.warning(
-                    "export: version %s has %s %s, but version %s has %s; clients of version %s "
+                    "export: version %s has %s %s, but version %s has %s. Clients of version %s "
                     "may fail when a service loads version %s",
                     *(target.name, key, manifest[key], before, found[key], before, target.name),
                 )
@@ -310,16 +310,16 @@ def _require_equal(found: Mapping[str, np.ndarray], wanted: Any) -> None:
     shapes, others = [value.shape for value in found.values()], [like.shape for like in flat]
     if shapes != others:
         raise TfdistError(
-            f"export: outputs have the shapes {shapes}, but tfdist.predict returns {others}; not "
-            "published. Fix: move the model's predict_step into its call"
+            f"export: outputs have the shapes {shapes}, but tfdist.predict returns {others}, so "
+            "the model is not published. Fix: move its predict_step into its call"
         )
     for (name, value), like in zip(found.items(), flat, strict=True):
         gap, most = _gap(value, like), _TOLERANCE * max(1.0, _largest(like))
         if not gap <= most:
             raise TfdistError(
                 f"export: output {name!r} differs from tfdist.predict by {gap:.3g} (limit: "
-                f"{most:.3g}); not published. Fix: move the model's predict_step into its call, "
-                "and make its layers depend only on their inputs"
+                f"{most:.3g}), so the model is not published. Fix: move its predict_step into its "
+                "call, and make its layers depend only on their inputs"
             )
 
 

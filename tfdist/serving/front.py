@@ -73,7 +73,7 @@ _GAUGES = {
 _COUNTS = {
     "retried": "Requests that were retried after their replica exited",
     "rejected": "Requests that were rejected because the queue was full",
-    "expired": "Requests whose deadline passed",
+    "expired": "Requests past their deadline",
     "poisonous": "Requests that failed because two replicas exited",
 }
 

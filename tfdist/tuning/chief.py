@@ -237,7 +237,7 @@ class Chief:
         reached = len(self._runner.metrics(self._run_dir(trial)))
         kills = (trial.kills if reached <= trial.reached else 0) + 1
         if kills > KILLS_AT_MOST:
-            reason = f"killed {kills} times without progress; last reason: {outcome.reason}"
+            reason = f"killed {kills} times without progress (last: {outcome.reason})"
             self._end(trial, Failed(reason=reason))
             return
         line = self._journal.add(

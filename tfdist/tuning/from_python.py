@@ -330,7 +330,7 @@ def _raise_unless_done(exit_code: int, state: SweepState, sweep_dir: Path) -> No
         why = state.finished
         if state.is_complete and not state.has_failed:
             log = sweep_dir / RETRAINED / "launch.log"
-            why = f"retraining the best trial failed; see {log}"
+            why = f"retraining the best trial failed (see {log})"
         raise TfdistError(f"sweep {sweep_dir}: {why}")
 
 

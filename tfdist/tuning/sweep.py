@@ -150,7 +150,7 @@ def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
     """Run the trials that have not ended."""
     sweep_dir, state = sweep.options.sweep_dir, fold(journal.lines)
     if state.is_complete:
-        logger.info("the sweep in %s is finished; pass overwrite to run it again", sweep_dir)
+        logger.info("the sweep in %s is finished (pass overwrite to run it again)", sweep_dir)
         leaderboard(state, sweep_dir)
         return EXIT_FAILED if state.has_failed else EXIT_OK, state
     search = sweep.search(journal.lines[0])
@@ -309,7 +309,7 @@ def retrain(runner: LauncherRunner, job: TrialJob, *, stop_requests: StopRequest
         logger.error("retraining the best trial failed: %s", outcome.reason)
         return EXIT_FAILED
     path = RunDirectory(job.run_dir).model_file
-    text = "retrained the best trial: %.4f in its best virtual epoch; model of the last one: %s"
+    text = "retrained the best trial: %.4f in its best virtual epoch, last model in %s"
     logger.info(text, outcome.score, path)
     return EXIT_OK
 
