@@ -1,12 +1,13 @@
 """A job on several hosts, decided before any agent is started: the tasks of each."""
 
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 
 from tests.refusals import refused
 from tfdist.cluster import Task
-from tfdist.launch.job import with_variables
+from tfdist.launch.job import run_job, with_variables
 from tfdist.launch.multihost.agents import shell_of
 from tfdist.launch.multihost.agreement import passed_variables, without_secrets
 from tfdist.launch.multihost.hosts import (
@@ -161,14 +162,18 @@ def test_an_allocation_of_slurm_says_the_hosts():
     assert (options.strategy, options.workers) == ("multiworker", 3)
     from_a_login_node = slurm(2, SLURMD_NODENAME="")
     assert decided("--on slurm", from_a_login_node)[1].slots == (0, 1, 1)
-    assert decided("", slurm(3))[1] is None
+
+
+def planned_here(environ):
+    """Exit code of a job on this machine, of which only the plan is printed."""
+    return run_job(parse(["--dry_run", "--strategy=single", "-m", "this"]), environ=environ)
 
 
 def test_several_launchers_in_a_step_are_refused():
-    for line in ("", "--on slurm"):
-        assert refused(lambda line=line: decided(line, step(2))) == ("srun", "launchers-in-a-step")
-    assert decided("", {**step(2), "TFDIST_CLUSTER": "none"})[1] is None
-    assert decided("", step(1))[1] is None
+    for start in (planned_here, partial(decided, "--on slurm")):
+        assert refused(lambda start=start: start(step(2))) == ("srun", "launchers-in-a-step")
+    for environ in (slurm(3), step(1), {**step(2), "TFDIST_CLUSTER": "none"}):
+        assert planned_here(environ) == 0
 
 
 def test_in_an_allocation_the_tasks_are_spread_over_the_nodes():

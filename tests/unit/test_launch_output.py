@@ -298,7 +298,7 @@ def test_what_was_said_before_the_launcher_fails_is_written(tmp_path, monkeypatc
     def fail(*args, **more):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(job.Team, "begin", fail)
+    monkeypatch.setattr(job.LocalProcesses, "begin_attempt", fail)
     script, run_dir = tmp_path / "program.py", tmp_path / "run"
     script.touch()
     program = Program(target=str(script), is_module=False)

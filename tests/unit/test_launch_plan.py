@@ -18,9 +18,8 @@ from tfdist.cluster.ports import PortPool
 from tfdist.errors import TfdistError
 from tfdist.launch.job import run_job
 from tfdist.launch.machine import Machine, listed_gpus, this_machine, visible_gpus
-from tfdist.launch.multihost.hosts import group_alone
 from tfdist.launch.options import parse
-from tfdist.launch.plan import Attempt, JobDescription, decided_kind, render, start_method
+from tfdist.launch.plan import JobDescription, decided_kind, render, start_method
 from tfdist.launch.run_dir import RunDir, chosen_run_dir, description_of_job
 
 
@@ -38,9 +37,8 @@ def planned(line, *, cpus=2, gpus=(), environ=None, machine=None, is_terminal=Fa
         run_dir=Path("/runs/a b"),
         is_terminal=is_terminal,
     )
-    group = group_alone(options, kind)
-    cluster, (here,) = group.stand_in_cluster(range(5000, 6000)), group.tasks([0]).values()
-    specs = job.specs(Attempt(number=3, run_dir="/runs/a b", cluster=cluster, tasks=here))
+    addresses = [f"127.0.0.1:{5000 + number}" for number in range(job.num_local_addresses)]
+    specs = job.specs(job.local_attempt(addresses, number=3))
     return {str(spec.task): spec for spec in specs}
 
 

@@ -46,8 +46,8 @@ from tfdist.launch.multihost.hosts import (
     Group,
     HostPart,
     decided_group,
-    group_alone,
     own_address,
+    refuse_launchers_in_a_step,
     terms,
 )
 from tfdist.launch.multihost.leader import Team
@@ -63,12 +63,12 @@ from tfdist.launch.options import (
 from tfdist.launch.plan import (
     Attempt,
     JobDescription,
-    ProcessSpec,
     decided_kind,
+    divide_gpus,
     render,
     start_method,
 )
-from tfdist.launch.processes import JobProcesses
+from tfdist.launch.processes import JobProcesses, LocalProcesses
 from tfdist.launch.run_dir import (
     REPORT_FILE,
     RunDir,
@@ -81,7 +81,7 @@ from tfdist.launch.run_dir import (
     restart_seconds,
     versions_of_job,
 )
-from tfdist.launch.screen import shows_in_place, standard_screen
+from tfdist.launch.screen import JobScreen, shows_in_place, standard_screen
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
 from tfdist.options import CLUSTER, LAUNCHED, PORTS, RESTARTS, UNCOUNTED_RESTARTS
@@ -112,17 +112,23 @@ def run_job(
     if run_dir := continued_run(options, environ):
         _remark(f"continuing {shown(run_dir)}")
     run_dir, given = run_dir or chosen_run_dir(options.run_dir, environ), options
-    options, group = decided_group(with_variables(options, environ), environ)
-    job, group = _described(options, group, environ, run_dir=run_dir, search=search)
+    options, group = with_variables(options, environ), None
+    if options.where == "local" and options.hosts is None:
+        refuse_launchers_in_a_step(environ)
+    else:
+        options, group = decided_group(options, environ)
+    job = _described(options, group, environ, run_dir=run_dir, search=search)
     job = dataclasses.replace(job, given=given)
-    if options.dry_run or not group.others:
-        specs = _stand_in_specs(job, group)  # raises if this machine cannot run them
+    if group is not None:
         if options.dry_run:
-            return _show(job, group, specs)
-        if not options.isolate:  # an existing server is outside the job's network
-            job = dataclasses.replace(job, fork_server=fork_server)
-        return _run(job, group, terms={})
-    return _run(job, group, terms=_terms(job, search))
+            return _show_on_hosts(job, group)
+        return _run_on_hosts(job, group, terms=_terms(job, search))
+    if options.dry_run:
+        return _show(job)
+    divide_gpus(job, job.local_tasks)  # raises before the run directory exists
+    if not options.isolate:  # an existing server is outside the job's network
+        job = dataclasses.replace(job, fork_server=fork_server)
+    return _run(job)
 
 
 def serve(first: Message, pipe: Pipe) -> int:
@@ -135,10 +141,11 @@ def serve(first: Message, pipe: Pipe) -> int:
     environ, search = dict(os.environ), sys.path
     check_program(options.program)
     lock = lock_host(first["run_dir"], group.hosts[group.rank], within_s=options.grace_s, pipe=pipe)
-    job, group = _described(options, group, environ, run_dir=Path(first["run_dir"]), search=search)
+    job = _described(options, group, environ, run_dir=Path(first["run_dir"]), search=search)
     host = group.hosts[group.rank]
     own = first["at"] or _address_of_agent(host, environ, launcher=first["from"])
-    return _run(job, group, own=own, terms=_terms(job, search), pipe=pipe, hold=(lock,))
+    terms = _terms(job, search)
+    return _run_on_hosts(job, group, own=own, terms=terms, pipe=pipe, hold=(lock,))
 
 
 def _described(
@@ -148,17 +155,15 @@ def _described(
     *,
     run_dir: Path,
     search: Sequence[str],
-) -> tuple[JobDescription, Group]:
-    """Return this host's part of a job, and the group of hosts."""
+) -> JobDescription:
+    """Return this host's part of a job. `group` is None for a job on this machine."""
     machine = this_machine(environ)
-    kind = decided_kind(options, machine)
-    group = group or group_alone(options, kind)
-    has_tasks = group.num_tasks(group.rank) > 0 or not group.others
+    has_tasks = group is None or group.num_tasks(group.rank) > 0
     is_imported = has_tasks and imports_tensorflow(options.program, search=search)
     start = start_method(options, machine, imports_tensorflow=is_imported)
     job = JobDescription(
         options=options,
-        kind=kind,
+        kind=decided_kind(options, machine),
         ports=options.port_range,
         machine=machine,
         environ=environ,
@@ -166,10 +171,10 @@ def _described(
         start=start if has_tasks else "exec",
         is_terminal=shows_in_place(1, environ),
     )
-    raise_file_limit(
-        group.num_tasks(group.rank) * _FILES_PER_TASK + 4 * len(group.hosts) + _OTHER_FILES
-    )
-    return job, group
+    num_tasks = len(job.local_tasks) if group is None else group.num_tasks(group.rank)
+    num_hosts = 1 if group is None else len(group.hosts)
+    raise_file_limit(num_tasks * _FILES_PER_TASK + 4 * num_hosts + _OTHER_FILES)
+    return job
 
 
 def _terms(job: JobDescription, search: Sequence[str]) -> dict[str, str]:
@@ -242,31 +247,56 @@ def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> Launch
     return dataclasses.replace(options, ports=as_text(parse_ports(ports, where=PORTS)))
 
 
-def _stand_in_specs(job: JobDescription, group: Group) -> Sequence[ProcessSpec]:
-    """Return the processes of all hosts, with placeholder addresses."""
-    ports = None
-    if job.options.dry_run and not group.others:  # to start the tasks by hand
-        with PortPool(group.num_tasks(0), among=job.ports) as pool:
-            ports = [held.port for held in pool.renewed()]
-    cluster = group.stand_in_cluster(ports)
-    number, run_dir = next_attempt(job.run_dir), str(job.run_dir)
-    return [
-        spec
-        for tasks in group.tasks(range(len(group.hosts))).values()
-        for spec in job.specs(Attempt(number=number, run_dir=run_dir, cluster=cluster, tasks=tasks))
-    ]
-
-
-def _show(job: JobDescription, group: Group, specs: Sequence[ProcessSpec]) -> int:
-    head = f"# strategy {job.kind}, run directory {job.run_dir}\n"
-    if group.others:
-        hosts = ", ".join(h for h, n in zip(group.hosts, group.slots, strict=True) if n)
-        head += f"# on {hosts}; names and ports are placeholders until the agents choose them\n"
-    print(f"{head}\n{render(specs)}", flush=True)
+def _show(job: JobDescription) -> int:
+    """Print the tasks of a job on this machine, with ports to start them by hand."""
+    with PortPool(job.num_local_addresses, among=job.ports) as pool:
+        addresses = [port.address for port in pool.renewed()]
+    specs = job.specs(job.local_attempt(addresses, number=next_attempt(job.run_dir)))
+    head = f"# strategy {job.kind}, run directory {job.run_dir}"
+    print(f"{head}\n\n{render(specs)}", flush=True)
     return 0
 
 
-def _run(  # noqa: D417
+def _show_on_hosts(job: JobDescription, group: Group) -> int:
+    """Print the tasks of all hosts, with placeholder addresses."""
+    cluster, number = group.stand_in_cluster(), next_attempt(job.run_dir)
+    attempts = [
+        Attempt(number=number, run_dir=str(job.run_dir), cluster=cluster, tasks=tasks)
+        for tasks in group.tasks(range(len(group.hosts))).values()
+    ]
+    hosts = ", ".join(h for h, n in zip(group.hosts, group.slots, strict=True) if n)
+    head = (
+        f"# strategy {job.kind}, run directory {job.run_dir}\n"
+        f"# on {hosts}; names and ports are placeholders until the agents choose them\n"
+    )
+    print(f"{head}\n{render([s for one in attempts for s in job.specs(one)])}", flush=True)
+    return 0
+
+
+def _run(job: JobDescription) -> int:
+    """Run a job on this machine and return its exit code."""
+    network = ""
+    if job.options.isolate:
+        network = isolate(job.environ)
+        enclose()
+    screen = standard_screen(job.environ)
+    with (
+        PortPool(job.num_local_addresses, among=job.ports) as ports,
+        SignalPipe() as signals,
+        LocalProcesses(job, ports=ports, screen=screen, signals=signals) as processes,
+    ):
+        if not network and job.kind.has_tensorflow_servers:
+            network = reach(port.port for port in ports.renewed())
+        if network:
+            screen.announce(network)
+        with RunDir(job.run_dir) as run_dir:
+            screen.announce(f"run directory {job.run_dir}")
+            code = JobRun(job, processes, screen=screen, run_dir=run_dir).run()
+    screen.drain(is_hurried=code in STOP_CODES)
+    return code
+
+
+def _run_on_hosts(  # noqa: D417
     job: JobDescription,
     group: Group,
     *,
@@ -275,7 +305,7 @@ def _run(  # noqa: D417
     pipe: Pipe | None = None,
     hold: Sequence[int] = (),
 ) -> int:
-    """Run this host's part of a job and return the exit code of the whole job.
+    """Run this host's part of a job on several hosts. Return the exit code of the whole job.
 
     Args:
       terms: Versions, file digests and variables that must be equal on all hosts.
@@ -286,12 +316,8 @@ def _run(  # noqa: D417
     Raises:
         TfdistError: A host is missing or its terms differ. No task was started.
     """
-    network = ""
-    if job.options.isolate:
-        network = isolate(job.environ)
-        enclose()
     screen, own = standard_screen(job.environ), own or group.hosts[0]
-    if group.others and pipe is None:
+    if pipe is None:
         is_here = group.num_tasks(0) > 0
         own = own_address(own, other=group.others[0]) if is_here else socket.gethostname()
     with (
@@ -299,10 +325,6 @@ def _run(  # noqa: D417
         SignalPipe() as signals,
         JobProcesses(job, screen=screen, signals=signals, hold=hold) as processes,
     ):
-        if not network and not group.others and job.kind.has_tensorflow_servers:
-            network = reach(port.port for port in ports.renewed())
-        if network:
-            screen.announce(network)
         part = HostPart(
             job=job,
             group=group,
@@ -324,11 +346,10 @@ def _lead(part: HostPart) -> int:
         if (stop_signal := team.gather()) is not None:
             code = exit_code_for(stop_signal)
         else:
-            if part.group.others:
-                screen.announce(team.roll_call())
+            screen.announce(team.roll_call())
             with RunDir(run_path) as run_dir:
                 screen.announce(f"run directory {run_path}")
-                code = JobRun(part, team, run_dir).run()
+                code = JobRun(part.job, team, screen=screen, run_dir=run_dir).run()
     except TfdistError as error:
         code = error.exit_code
         raise
@@ -377,10 +398,17 @@ class JobRun:
     All attempts share the guardian, the fork server and the ports.
     """
 
-    def __init__(self, part: HostPart, team: Team, run_dir: RunDir) -> None:
-        self._job = job = part.job
-        self._screen = part.screen
-        self._team = team
+    def __init__(
+        self,
+        job: JobDescription,
+        processes: Team | LocalProcesses,
+        *,
+        screen: JobScreen,
+        run_dir: RunDir,
+    ) -> None:
+        self._job = job
+        self._screen = screen
+        self._processes = processes
         self._run_dir = run_dir
         self._report_file = job.run_dir / REPORT_FILE
         self._entries = earlier_attempts(job.run_dir)
@@ -441,8 +469,7 @@ class JobRun:
     def _run_attempt(self, logs: Path, *, restarts: int) -> JobState:
         """Run one attempt, add its entry to the report, and return its final state."""
         options, kind, number = self._job.options, self._job.kind, self._run_dir.attempt
-        self._team.begin(attempt=number, restarts=restarts)
-        tasks = [*self._team.host_of]
+        tasks = self._processes.begin_attempt(number, restarts=restarts)
         if not restarts:
             self._screen.announce(f"strategy {kind}: {_counted(tasks)}")
         watchdog = Watchdog(
@@ -450,8 +477,8 @@ class JobRun:
             startup_timeout_s=options.startup_timeout_s,
             has_servers=kind.has_servers,
             chief=tasks[0],
-            state_of=self._team.state_of,
-            is_held_up=lambda: self._team.is_held_up,
+            state_of=self._processes.state_of,
+            is_held_up=lambda: self._processes.is_held_up,
         )
         state = JobState(
             job_tasks=tasks,
@@ -470,11 +497,11 @@ class JobRun:
             strategy=kind.name,
             epoch_s=_epoch_s,
             hosts=self._screen.hosts,
-            is_here=lambda task: not self._team.host_of[task],
+            is_here=self._processes.is_here,
         )
         supervisor = Supervisor(
             state,
-            processes=self._team,
+            processes=self._processes,
             screen=self._screen,
             clock=time.monotonic,
             observe=live.see,
@@ -482,7 +509,7 @@ class JobRun:
         try:
             supervisor.run()
         finally:
-            self._team.finish()
+            self._processes.finish()
         entry = attempt_entry(
             state,
             number=number,
@@ -498,12 +525,12 @@ class JobRun:
         """Return the next attempt's log directory, or the exit code if the job is over."""
         if not attempt.restart or attempt.failure is None:
             return attempt.exit_code
-        for event in self._team.wait(0):
+        for event in self._processes.wait(0):
             if isinstance(event, StopRequest):
                 self._screen.say(f"{request_name(event.signum)}: not restarting")
                 return exit_code_for(event.signum)
         try:
-            stop_signal = self._team.gather()
+            stop_signal = self._processes.gather()
         except TfdistError as error:
             return self._not_again(error, error.exit_code)
         if stop_signal is not None:

@@ -101,6 +101,32 @@ class JobDescription:
     )
     """Soft and hard limit of open files in the tasks. The launcher raises only its own limit."""
 
+    @property
+    def local_tasks(self) -> tuple[Task, ...]:
+        """Return the tasks of a job on this machine, in start order."""
+        if self.kind.is_one_process:
+            return (Task("worker", 0),)
+        counts = {"worker": self.options.workers, "evaluator": int(self.options.evaluator)}
+        if self.kind.has_servers:
+            counts |= {"chief": 1, "ps": self.options.num_ps}
+        return tuple(sorted(Task(type_, i) for type_, n in counts.items() for i in range(n)))
+
+    @property
+    def num_local_addresses(self) -> int:
+        """Return the number of tasks that need an address, in a job on this machine."""
+        return len(self.local_tasks) if self.kind.has_several_tasks else 0
+
+    def local_attempt(self, addresses: Sequence[str], *, number: int, restarts: int = 0) -> Attempt:
+        """Return an attempt of a job on this machine, whose tasks have the `addresses`."""
+        tasks = self.local_tasks
+        return Attempt(
+            number=number,
+            restarts=restarts,
+            run_dir=str(self.run_dir),
+            cluster=ClusterSpec.of(dict(zip(tasks, addresses, strict=bool(addresses)))),
+            tasks=tasks,
+        )
+
     def specs(self, attempt: Attempt) -> tuple[ProcessSpec, ...]:
         """Return the processes of an attempt's tasks on this host, in start order.
 
@@ -118,7 +144,7 @@ class JobDescription:
             stages=(options.stages or options.workers) if self.kind.has_stages else None,
             terminal=self.is_terminal,
         )
-        gpus = _divide_gpus(self, attempt.tasks)
+        gpus = divide_gpus(self, attempt.tasks)
         return tuple(
             _process(self, config, gpus=gpus, attempt=attempt)
             for config in job_configs(attempt.cluster, options=job_options)
@@ -248,8 +274,12 @@ def _without_proxy(environ: Mapping[str, str], cluster: ClusterSpec) -> dict[str
     return result
 
 
-def _divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]:
-    """Return CUDA_VISIBLE_DEVICES for each task of a machine with GPUs."""
+def divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]:
+    """Return CUDA_VISIBLE_DEVICES for each task of a machine with GPUs.
+
+    Raises:
+        UsageError: The machine has too few GPUs.
+    """
     gpus = job.machine.gpus
     if not gpus:
         return {}

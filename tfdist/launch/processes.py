@@ -14,8 +14,10 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from tfdist.cluster import Task
+from tfdist.cluster.ports import PortPool
 from tfdist.launch.events import (
     NO_SENSE,
     STOP_SIGNALS,
@@ -150,7 +152,7 @@ class JobProcesses:
         mark = secrets.token_hex(8)
         self._guard = GuardianClient(mark, environ=job.environ, say=screen.say, hold=hold)
 
-    def __enter__(self) -> JobProcesses:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -448,6 +450,37 @@ class JobProcesses:
                     self.unwatch(fd)
                 else:
                     self.watch(fd, self._read, fd)
+
+
+class LocalProcesses(JobProcesses):
+    """All processes of a job on this machine. Jobs on several hosts have a `Team` instead."""
+
+    def __init__(
+        self, job: JobDescription, *, ports: PortPool, screen: JobScreen, signals: SignalPipe
+    ) -> None:
+        super().__init__(job, screen=screen, signals=signals)
+        self._ports = ports
+
+    def begin_attempt(self, number: int, *, restarts: int) -> Sequence[Task]:
+        """Begin an attempt and return its tasks, in start order."""
+        addresses = [port.address for port in self._ports.renewed()]
+        attempt = self._job.local_attempt(addresses, number=number, restarts=restarts)
+        self.begin(attempt, fork_log="fork-server.log")
+        return attempt.tasks
+
+    def gather(self) -> None:
+        """Return at once: a job on this machine waits for no host."""
+
+    def is_here(self, task: Task) -> bool:
+        return True
+
+    def can_start(self, task: Task) -> bool:
+        return True
+
+    @property
+    def is_held_up(self) -> bool:
+        """Return whether tasks wait because the launcher's output is blocked."""
+        return self._screen.out.is_full
 
 
 def _send(pid: int, signum: int) -> None:

@@ -46,6 +46,7 @@ from tfdist.launch.state import (
 
 if TYPE_CHECKING:
     from tfdist.launch.multihost.leader import Team
+    from tfdist.launch.processes import LocalProcesses
 
 SERVER_GRACE_S = 3.0
 """Seconds that workers and ps have to exit after the chief. They have no state to save."""
@@ -421,7 +422,7 @@ class Supervisor:
         self,
         state: JobState,
         *,
-        processes: Team,
+        processes: Team | LocalProcesses,
         screen: JobScreen,
         clock: Callable[[], float],
         observe: Callable[[JobState, Awakening], None] = lambda state, awakening: None,

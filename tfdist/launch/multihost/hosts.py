@@ -18,7 +18,6 @@ from tfdist.cluster import (
     AUTO,
     KINDS,
     ClusterSpec,
-    Kind,
     Task,
     environment,
     placement,
@@ -44,8 +43,7 @@ LAUNCHER = "launcher"
 class Group:
     """Hosts of a job by rank, the number of tasks of each, and the rank of this host.
 
-    `slots` does not count the evaluator, an extra task on the chief's host. It does not count the
-    task of a job of one process either, because that task needs no address.
+    `slots` does not count the evaluator, an extra task on the chief's host.
     """
 
     hosts: tuple[str, ...]
@@ -73,8 +71,6 @@ class Group:
 
         Under ps the chief is on the first host and the ps are on the last.
         """
-        if not any(self.slots):
-            return {0: (Task("worker", 0),)}
         of_slot = [rank for rank in ranks for _ in range(self.slots[rank])]
         types = placement.task_types(len(of_slot), job_settings=JobSettings(ps=self.num_ps))
         tasks: dict[int, tuple[Task, ...]] = dict.fromkeys(ranks, ())
@@ -86,8 +82,6 @@ class Group:
 
     def cluster(self, at: Mapping[int, Sequence[str]]) -> ClusterSpec:
         """Return the cluster of the hosts in `at`, which has the addresses of their tasks."""
-        if not any(self.slots):
-            return ClusterSpec()
         tasks = self.tasks(sorted(at))
         return ClusterSpec.of(
             {
@@ -97,17 +91,11 @@ class Group:
             }
         )
 
-    def stand_in_cluster(self, ports: Sequence[int] | None = None) -> ClusterSpec:
-        """Return the cluster with preliminary ports, before the hosts choose their ports.
-
-        Each host uses the first of `ports`. Without `ports`, the ports are consecutive.
-        """
+    def stand_in_cluster(self) -> ClusterSpec:
+        """Return the cluster with preliminary ports, before the hosts choose their ports."""
         row = itertools.count(DEFAULT_PORT + 1)
         at = {
-            rank: [
-                join(host, next(row) if ports is None else ports[number])
-                for number in range(self.num_tasks(rank))
-            ]
+            rank: [join(host, next(row)) for _ in range(self.num_tasks(rank))]
             for rank, host in enumerate(self.hosts)
         }
         return self.cluster(at)
@@ -138,7 +126,7 @@ def decided_group(
     """Return the options completed with the number of workers, and the group of hosts.
 
     The hosts are listed in --hosts, or are the nodes of a Slurm allocation or a Ray cluster. The
-    group is None for a job on this machine.
+    group is None if this machine is the only host.
 
     Raises:
         UsageError: The numbers of tasks and hosts do not fit, or there is no allocation.
@@ -147,9 +135,6 @@ def decided_group(
     if options.hosts is not None:
         listed = parse_hosts(options.hosts)
         hosts, slots = tuple(host for host, _ in listed), tuple(n for _, n in listed)
-    elif on == "local":
-        _refuse_launchers_in_a_step(environ)
-        return options, None
     elif on == "ray":
         (total,) = _divided(options, num_hosts=1)
         name, slots = on_ray.reserve(total, within_s=options.startup_timeout_s)
@@ -193,22 +178,6 @@ def decided_group(
         has_evaluator=options.evaluator,
     )
     return options, group
-
-
-def group_alone(options: LaunchOptions, kind: Kind) -> Group:
-    """Return the group of a job that runs only on this machine.
-
-    A ps job also has a chief, which does not count as a worker.
-    """
-    num_ps = options.num_ps if kind.has_servers else 0
-    tasks = 0 if kind.is_one_process else options.workers + num_ps + bool(num_ps)
-    return Group(
-        hosts=("127.0.0.1",),
-        slots=(tasks,),
-        rank=0,
-        num_ps=num_ps,
-        has_evaluator=options.evaluator,
-    )
 
 
 def terms(environ: Mapping[str, str], *, program: Program, program_file: str) -> dict[str, str]:
@@ -282,11 +251,11 @@ def slurm_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
         fix="start it in an sbatch script, or after salloc -N2",
         code="no-allocation",
     )
-    _refuse_launchers_in_a_step(environ)
+    refuse_launchers_in_a_step(environ)
     return tuple(expand_hosts(nodes, where="SLURM_JOB_NODELIST"))
 
 
-def _refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
+def refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
     """Raise UsageError if srun has started this launcher in several tasks of a step."""
     if settings.text(environ, CLUSTER) not in ("", "auto", "slurm"):
         return

@@ -101,8 +101,8 @@ class Team:
             f"{self.name(rank)} at {address}" for rank, address in at.items()
         )
 
-    def begin(self, *, attempt: int, restarts: int) -> None:
-        """Begin an attempt on all ready hosts and set `host_of`."""
+    def begin_attempt(self, number: int, *, restarts: int) -> Sequence[Task]:
+        """Begin an attempt on all ready hosts, set `host_of`, and return the tasks."""
         self._began = True
         self._alive.clear()
         self._lost.clear()
@@ -119,17 +119,18 @@ class Team:
         self.host_of = dict(sorted((task, rank) for rank in tasks for task in tasks[rank]))
         names = {str(task): self.name(rank) for task, rank in self.host_of.items()}
         plan = Attempt(
-            number=attempt,
+            number=number,
             restarts=restarts,
             run_dir=str(self._part.job.run_dir),
             cluster=self._group.cluster(at),
             tasks=tasks[0],
-            hosts=names if self._others else {},
+            hosts=names,
         )
         message = encode(plan)
         for rank in at.keys() - {0}:
             self.hub.send(rank, {"attempt": {**message, "tasks": encode(tasks[rank])}})
         self._local.begin(plan, fork_log="fork-server.log")
+        return [*self.host_of]
 
     def _ready(self, rank: int, message: Message) -> None:
         ports = message.get("ready")
@@ -189,6 +190,10 @@ class Team:
         rank = self.host_of[task]
         return not rank or (rank in self.hub.present and rank not in self._lost)
 
+    def is_here(self, task: Task) -> bool:
+        """Return whether a task runs on this host."""
+        return not self.host_of[task]
+
     def state_of(self, task: Task) -> str | None:
         """Return the state of a task's process in its host's last report."""
         if not self.host_of[task]:
@@ -203,9 +208,8 @@ class Team:
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Return the events since the last call, after at most `timeout_s` seconds."""
         self._turn()
-        if self._others:
-            left_s = max(0.0, self.hub.next_s - self._clock())
-            timeout_s = left_s if timeout_s is None else min(left_s, timeout_s)
+        left_s = max(0.0, self.hub.next_s - self._clock())
+        timeout_s = left_s if timeout_s is None else min(left_s, timeout_s)
         events = [*self._local.wait(0.0 if self._events else timeout_s)]
         self._turn()
         came, self._events = self._events, []
