@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="python -m tfdist.export", description=__doc__.partition("\n\n")[0])
     parser.add_argument("source", type=Path, help="a .keras file, run, sweep, or checkpoints")
-    parser.add_argument("directory", type=Path, help="write DIRECTORY/NAME/VERSION")
+    parser.add_argument("directory", help="write DIRECTORY/NAME/VERSION (a path or a URL)")
     parser.add_argument("--name", help="name in the server's URLs (default: the model's name)")
     parser.add_argument("--version", type=int, help="default: newest version plus one")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: newest)")
@@ -66,7 +66,7 @@ def _export(argv: Sequence[str] | None) -> int:
     return EXIT_OK
 
 
-def _publish(options: Any) -> Path:
+def _publish(options: Any) -> Path | str:
     """Export the newest or selected model of the source and return the version's directory."""
     require_packages("tfdist.export", "tensorflow_serving", extra="serving")
     samples = _samples(options.samples) if options.samples else None
@@ -132,8 +132,11 @@ def _published(options: Any) -> set[str]:
 
     The form has the step and the time of the save: a restarted run may save the same step again.
     """
-    there = set()
-    for file in options.directory.glob("*/*/manifest.json"):
+    from tfdist.checkpoint.remote import is_remote, local_directory
+
+    there, directory = set(), options.directory
+    home = local_directory(directory.rstrip("/")) if is_remote(directory) else Path(directory)
+    for file in home.glob("*/*/manifest.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
             manifest = json.loads(file.read_text())
             if manifest.get("run") == str(options.source.absolute()):

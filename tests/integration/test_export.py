@@ -3,11 +3,13 @@
 import io
 import json
 import shutil
+from unittest.mock import Mock
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from fsspec.implementations.memory import MemoryFileSystem
 from google.protobuf import text_format
 from tensorflow_serving.apis.prediction_log_pb2 import PredictionLog
 from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
@@ -422,6 +424,35 @@ def test_a_checkpoint_is_published_once_until_the_run_is_begun_anew(
             tfdist.fit(model, RNG.rand(4, 3), RNG.rand(4, 2), callbacks=[backup], verbose=0)
         assert export.main([*words, *until_eof]) == 0
         assert len(list(tmp_path.glob("served/line/[0-9]*"))) == versions
+
+
+def test_a_version_is_written_to_a_url(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDIST_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    order, original = [], MemoryFileSystem.put_file
+
+    def put_file(self, local, path, **options):
+        order.append(path)
+        original(self, local, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    url, model = "memory://bucket/served", line()
+    assert tfdist.export_model(model, url) == f"{url}/line/1"
+    assert tfdist.export_model(model, f"{url}/") == f"{url}/line/2"
+    names = [path.removeprefix("/bucket/served/line/") for path in order]
+    assert names[len(names) // 2 - 2 : len(names) // 2] == ["1/saved_model.pb", "1/manifest.json"]
+    assert "2/variables/variables.index" in names
+    assert refusal(lambda: tfdist.export_model(model, url, version=2)).code == "version-exists"
+    MemoryFileSystem().get("/bucket/served/line/2", str(tmp_path / "copy"), recursive=True)
+    x = RNG.rand(3, 3).astype("float32")
+    (found,) = call(tmp_path / "copy", x=x).values()
+    np.testing.assert_allclose(found, model(x), atol=1e-6)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", Mock(side_effect=ConnectionError("refused")))
+    monkeypatch.setattr("tfdist.checkpoint.remote._RETRY_S", 0.001)
+    with pytest.raises(
+        TfdistError, match=r"/line/3 cannot be written .refused.; the version is in"
+    ):
+        tfdist.export_model(model, url)
 
 
 def test_what_a_layer_has_learned_by_adapt_is_published_or_refused(tmp_path):

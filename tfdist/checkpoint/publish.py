@@ -37,7 +37,7 @@ class PublishModel(keras.callbacks.Callback):
     the run. Without `BackupAndRestore(best=...)`, it exports each new checkpoint.
 
     Args:
-      directory: Model directory of a server.
+      directory: Model directory of a server, or a URL of fsspec (``gs://bucket/served``).
       model: ``file.py:function`` that returns the built model. Needed for custom classes (default:
         the configuration of the model).
       run: Run directory of ``tfdist.train``, which describes the model (default: None).
@@ -57,7 +57,7 @@ class PublishModel(keras.callbacks.Callback):
         run: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        self._directory = Path(directory)
+        self._directory = os.fspath(directory)
         self._make = model
         self._run = run
         self.backup: BackupAndRestore | None = None
@@ -71,7 +71,7 @@ class PublishModel(keras.callbacks.Callback):
         assert self.backup is not None
         self.backup.prepare()  # the model's configuration is beside the checkpoints
         checkpoints = self.backup.store.directory
-        words = [str(self._run or checkpoints), str(self._directory), "--follow", "--until_eof"]
+        words = [str(self._run or checkpoints), self._directory, "--follow", "--until_eof"]
         if self.backup.best:
             words.append("--best")
         if self._run is None:

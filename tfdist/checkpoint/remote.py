@@ -57,6 +57,14 @@ def opened(url: str) -> tuple[Any, str]:
     return system, root.rstrip("/")
 
 
+def files_in(system: Any, root: str) -> list[str]:
+    """Return the paths of all files below a path, relative to it."""
+    try:
+        return [path[len(root) + 1 :] for path in system.find(root)]
+    except FileNotFoundError:
+        return []
+
+
 def retrying(action: Callable[..., _T], *args: Any) -> _T:
     """Return the action's result. Repeat it after an error, and raise the last error."""
     for number in range(1, _TRIES):
@@ -90,17 +98,24 @@ def local_copy(url: str, *, best: bool) -> Iterator[str]:
     system, root = opened(url)
     with tempfile.TemporaryDirectory(prefix="tfdist-") as directory:
         path = Path(directory)
-        try:
+        with reading_from(url):
             if system.isfile(root):
                 path /= root.rpartition("/")[2]
                 system.get_file(root, str(path))
             else:
                 _download_one(url, path, best=best)
-        except TfdistError:
-            raise
-        except Exception as error:  # each file system has its own types of errors
-            raise TfdistError(f"{url} cannot be read: {_said(error)}") from error
         yield str(path)
+
+
+@contextlib.contextmanager
+def reading_from(url: str) -> Iterator[None]:
+    """Raise TfdistError for any error in the block: each file system has its own types."""
+    try:
+        yield
+    except TfdistError:
+        raise
+    except Exception as error:
+        raise TfdistError(f"{url} cannot be read: {_said(error)}") from error
 
 
 def _download_one(url: str, directory: Path, *, best: bool) -> None:
@@ -157,7 +172,7 @@ class RemoteCheckpoints:
         try:
             # Written first: a missing permission or bucket is told before training.
             retrying(self._system.pipe_file, f"{self._root}/{_WRITER}", self._id())
-            found = retrying(self._found)
+            found = retrying(files_in, self._system, self._root)
         except Exception as error:
             problem = f"{self._url} cannot be written: {_said(error)}"
             if mine is None:
@@ -176,7 +191,7 @@ class RemoteCheckpoints:
 
     def complete(self) -> list[str]:
         """Return the names of the complete checkpoints, oldest first."""
-        return _complete(self._found())
+        return _complete(files_in(self._system, self._root))
 
     def is_best(self, name: str) -> bool:
         """Return whether a checkpoint is marked as the best."""
@@ -286,7 +301,7 @@ class RemoteCheckpoints:
         for file in _FILES:
             path = str(self._store.directory / name / file)
             self._system.put_file(path, f"{self._root}/{name}/{file}")
-        found = self._found()
+        found = files_in(self._system, self._root)
         newest = _complete(found)[-1]
         if _serial(newest) > _serial(name) and not (self._store.directory / newest).exists():
             raise self._second_writer()
@@ -320,15 +335,6 @@ class RemoteCheckpoints:
         if not file.exists():
             write_text(file, uuid.uuid4().hex)
         return file.read_bytes()
-
-    def _found(self) -> list[str]:
-        """Return the paths of all files below the URL, relative to it."""
-        try:
-            paths = self._system.find(self._root)
-        except FileNotFoundError:
-            return []
-        start = len(self._system._strip_protocol(self._root).rstrip("/")) + 1
-        return [path[start:] for path in paths]
 
     def _discard_old(self, found: Sequence[str]) -> None:
         """Remove all checkpoints except the best and the last `keep`, the manifest first."""

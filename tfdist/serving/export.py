@@ -27,6 +27,14 @@ from google.protobuf import text_format
 
 from tfdist.argument_parser import load_function
 from tfdist.checkpoint.publish import saveable
+from tfdist.checkpoint.remote import (
+    files_in,
+    is_remote,
+    local_directory,
+    opened,
+    put,
+    reading_from,
+)
 from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.state import weights_sha256
 from tfdist.checkpoint.warm_start import load_model_file, loading, set_weights
@@ -62,7 +70,7 @@ def export_model(
     version: int | None = None,
     samples: Any = None,
     origin: Mapping[str, Any] | None = None,
-) -> Path:
+) -> Path | str:
     """Export a model to ``directory/name/version``, the layout that model servers read.
 
     The SavedModel computes the same outputs as `tfdist.predict`: random layers are off, and batches
@@ -73,7 +81,7 @@ def export_model(
 
     Args:
       model: Built model of any strategy.
-      directory: Export directory, created if missing.
+      directory: Export directory, created if missing, or a URL of fsspec (``gs://bucket/served``).
       name: Name of the model (default: ``model.name``).
       version: Integer from 1 to 2**63 - 1 (default: newest existing version plus one).
       samples: Arrays ``[examples, ...]`` in the structure of the model's inputs, for the check and
@@ -81,8 +89,9 @@ def export_model(
       origin: Origin of the weights, such as run and step, for the manifest.
 
     Returns:
-      The version directory with the SavedModel, a warm-up request and ``manifest.json``. The
-      export also writes TensorFlow Serving's ``models.config`` for all models in `directory`.
+      The version directory (or its URL) with the SavedModel, a warm-up request and
+      ``manifest.json``. In a directory, the export also writes TensorFlow Serving's
+      ``models.config`` for all its models.
 
     Raises:
       UsageError: The model is not built, Keras cannot save it, or the version already exists.
@@ -107,7 +116,12 @@ def export_model(
         raise
     path = ""
     if job.is_chief:
-        directory, name = Path(directory), name or model.name
+        url, name = os.fspath(directory).rstrip("/"), name or model.name
+        remote = is_remote(url)
+        directory = local_directory(url) if remote else Path(directory)
+        if remote:
+            version = _version_at(f"{url}/{name}", version)
+            shutil.rmtree(directory / name / str(version), ignore_errors=True)  # not at the URL
         with (
             one_line_errors(f"export: cannot write to {directory}"),
             _publishing(directory, name, version) as (target, unfinished),
@@ -126,8 +140,42 @@ def export_model(
             _write_warm_up(unfinished, name, export.named(samples))
             write_json(unfinished / MANIFEST, manifest)
         path = str(target)
+        if remote:
+            path = f"{url}/{name}/{target.name}"
+            _upload(target, path)
         _LOG.info("%s: exported and checked", path)
-    return Path(broadcast(path))
+    path = broadcast(path)
+    return path if is_remote(path) else Path(path)
+
+
+def _version_at(url: str, version: int | None) -> int:
+    """Return the next version at a URL, or the given one. Raise UsageError if it exists."""
+    with reading_from(url):
+        found = {path.partition("/")[0] for path in files_in(*opened(url))}
+    numbers = {version_number(name) or 0 for name in found}
+    require(
+        version not in numbers,
+        "version",
+        f"version {version} already exists in {url}",
+        fix="leave version out to write the next version",
+        code="version-exists",
+    )
+    return version or max(numbers, default=0) + 1
+
+
+def _upload(target: Path, url: str) -> None:
+    """Upload a version, with the files that servers read first at the end. Keep its manifest."""
+    try:
+        put(target, url, last=("saved_model.pb", MANIFEST))
+    except Exception as error:  # each file system has its own types of errors
+        raise TfdistError(
+            f"{url} cannot be written ({error}); the version is in {target}"
+        ) from error
+    for path in target.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != MANIFEST:
+            path.unlink()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
