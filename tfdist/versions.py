@@ -21,13 +21,15 @@ class Receipt:
     """Tests that passed with three versions.
 
     Attributes:
-      passed: ``one process``, ``one process, jobs``, or empty if no test has run.
+      passed: ``one process``, ``one process, jobs``, or empty if no test has passed.
+      problem: Reason that the tests fail, or empty.
     """
 
     python: str
     tensorflow: str
     keras: str
     passed: str = ""
+    problem: str = ""
 
     @property
     def releases(self) -> tuple[str, ...]:
@@ -35,14 +37,15 @@ class Receipt:
         return tuple(_release(each) for each in (self.python, self.tensorflow, self.keras))
 
 
+_MOVED = "Keras 3.16 moved modules that the training step replaces"
 RECEIPTS = (
     Receipt("3.11", "2.20.0", "3.14.1", "one process"),
     Receipt("3.11", "2.21.0", "3.15.1", "one process, jobs"),
-    Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704"),
+    Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704", problem=_MOVED),
     Receipt("3.12", "2.20.0", "3.15.1", "one process"),
-    Receipt("3.12", "2.21.0", "3.16.0.dev2026102704"),
+    Receipt("3.12", "2.21.0", "3.16.0.dev2026102704", problem=_MOVED),
     Receipt("3.12", "2.22.0rc0", "3.14.1"),
-    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704"),
+    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", problem=_MOVED),
     Receipt("3.13", "2.21.0", "3.14.1"),
     Receipt("3.13", "2.22.0rc0", "3.15.1", "one process"),
 )
@@ -71,8 +74,9 @@ def verdict(found: Mapping[str, str]) -> str:
     found = {"keras": found.get("keras-nightly", "none"), **found}
     releases = tuple(_release(found.get(name, "none")) for name in names)
     for receipt in RECEIPTS:
-        if receipt.releases == releases and receipt.passed:
-            return f"tested ({receipt.passed})"
+        if receipt.releases == releases and (receipt.passed or receipt.problem):
+            known = f"known broken: {receipt.problem}"
+            return known if receipt.problem else f"tested ({receipt.passed})"
     together = ", ".join(f"{name} {each}" for name, each in zip(names, releases, strict=True))
     return f"untested: no test ran with {together} together"
 

@@ -4,8 +4,8 @@
 tfdist step (`tracing`), so all other code in the process sees stock Keras. `REPLACEMENTS` lists
 them with their issues, and in a ps job includes those of `tfdist.ps.keras_compat`. Each has a test
 in `tests/integration/test_keras_compat.py` that fails when Keras no longer needs the replacement.
-Seen on Keras 3.12 to 3.15, TensorFlow 2.20 and 2.21. No release fixes any of these issues, and the
-code of Keras in August 2026 (the future 3.16) is unchanged in these places.
+Seen on Keras 3.12 to 3.15, TensorFlow 2.20 to 2.22rc0. No release fixes any of these issues. The
+pre-release of Keras 3.16 of October 2026 moved these places, and tfdist does not import with it.
 
     trace       definition of a replacement, and the state of the step that this thread is tracing
     gradients   gradient hook: reduces gradients when they enter the optimizer
