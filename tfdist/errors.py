@@ -12,7 +12,6 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -46,23 +45,19 @@ class UsageError(TfdistError, ValueError):
     def __init__(
         self,
         where: str,
-        problem: str = "",
+        problem: str,
         *,
-        received: object = None,
-        expected: str = "",
         fix: str,
         code: str = "",
     ) -> None:
-        self.problem = problem or f"received {received}; expected {expected}"
-        super().__init__(f"{where}: {self.problem}. Fix: {fix}")
+        super().__init__(f"{where}: {problem}. Fix: {fix}")
         self.where = where
-        self.received = received
-        self.expected = expected
+        self.problem = problem
         self.fix = fix
         self.code = code
 
     def __reduce__(self) -> tuple[object, ...]:
-        names = ("problem", "received", "expected", "fix", "code")
+        names = ("problem", "fix", "code")
         return functools.partial(UsageError, self.where, **{n: getattr(self, n) for n in names}), ()
 
 
@@ -135,10 +130,10 @@ def named(things: Iterable[object], *, most: int = 8) -> str:
     return ", ".join(names[:most]) + more
 
 
-def require(condition: object, where: str, problem: str = "", **parts: Any) -> None:
+def require(condition: object, where: str, problem: str, *, fix: str, code: str = "") -> None:
     """Raise UsageError unless `condition` holds. Use it if the texts are cheap to build."""
     if not condition:
-        raise UsageError(where, problem, **parts)
+        raise UsageError(where, problem, fix=fix, code=code)
 
 
 def require_int(

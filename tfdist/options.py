@@ -589,8 +589,8 @@ def flags_of(of: type, *, prefix: str = "") -> flags.FlagValues:
     return made
 
 
-def read(made: flags.FlagValues, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Parse `words` and return the values of the given flags, and the words behind the flags.
+def read(made: flags.FlagValues, words: Sequence[str]) -> dict[str, Any]:
+    """Parse `words` and return the values of the given flags.
 
     Raises:
         UsageError: A flag is unknown or its value is invalid. The message has the name of an
@@ -612,18 +612,18 @@ def read(made: flags.FlagValues, words: Sequence[str]) -> tuple[dict[str, Any], 
         elif isinstance(error, flags.UnrecognizedFlagError):
             code = "unknown-flag"
         raise UsageError(where, problem, fix="see --help", code=code) from None
-    return {name: made[name].value for name in made if made[name].present}, rest
-
-
-def no_flag(word: str) -> UsageError:
-    """Return the error for a word of a program that takes only flags."""
-    return UsageError("command line", f"{word!r} is no flag", fix="see --help", code="unknown-flag")
+    if rest:
+        problem = f"{rest[0]!r} is not a flag"
+        raise UsageError("command line", problem, fix="see --help", code="unknown-flag")
+    return {name: made[name].value for name in made if made[name].present}
 
 
 def underscored(word: str, booleans: Collection[str] = ()) -> str:
     """Return a flag with underscores in its name, for ``--dry-run``, ``--no-dry-run`` or ``-h``."""
     name, equals, value = word.partition("=")
     name = "help" if name == "-h" else name.lstrip("-").replace("-", "_")
+    if not name:
+        return word
     if name.removeprefix("no_") in booleans:
         name = name.replace("no_", "no", 1)
     return f"--{name}{equals}{value}"

@@ -30,6 +30,7 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind, tmp_path):
         assert sum(summary["worker_steps"].values()) == 225
         lines = RunDirectory(run_dir).read_metrics()
         assert [sum(line["worker_steps"].values()) for line in lines] == [45, 90, 135, 180, 225]
+        assert all(line["learning_rate"] == pytest.approx(1e-3) for line in lines)
         assert summary["ps_bytes"]["ps-0"] > 0
     assert summary["metrics"]["val_accuracy"] > 0.95
     names = {"config.json", "metrics.jsonl", "metrics.png", "report.json", "checkpoints", "logs"}

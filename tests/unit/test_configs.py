@@ -46,7 +46,8 @@ def test_a_file_is_read_and_then_the_overrides(tmp_path):
     assert {name: found[name] for name in expected} == expected
     assert isinstance(found["dropout"], float)
     assert (found["max_staleness"], command.overwrite) == (None, True)
-    assert parse(["--config", path, "--config.learning_rate", "1"]).config.learning_rate == 1.0
+    assert parse(["--config", path, "--config.learning-rate", "1"]).config.learning_rate == 1.0
+    assert [parse(["--verbosity", level]).verbosity for level in ("-1", "1")] == [-1, 1]
 
 
 def test_a_missing_config_file_is_refused_with_the_near_name():

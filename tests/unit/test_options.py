@@ -88,7 +88,7 @@ def test_flags_are_read_with_dashes_and_the_last_counts(words, values):
     made = flags_of(Flags)
     takes_value = {name: not made[name].boolean for name in made}
     ours, rest = split([*words, "train.py", "--kind-of=x"], takes_value=takes_value)
-    assert (read(made, ours), rest) == ((values, []), ["train.py", "--kind-of=x"])
+    assert (read(made, ours), rest) == (values, ["train.py", "--kind-of=x"])
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,7 @@ def test_flags_are_read_with_dashes_and_the_last_counts(words, values):
         ("--nois_on=3", "command line", "command-line"),
         ("--token=hunter2", "command line", "unknown-flag"),
         ("--hidden=1", "command line", "unknown-flag"),
+        ("-", "command line", "unknown-flag"),
     ],
 )
 def test_a_wrong_flag_is_one_line_without_the_value_of_an_unknown_one(word, where, code):

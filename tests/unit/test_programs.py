@@ -69,7 +69,7 @@ def test_what_names_no_program_is_the_launchers(tmp_path, monkeypatch, capsys):
     ("program", "words", "said"),
     [
         (programs, ["lauch", "--workers", "2"], "not a program (did you mean 'launch'?)"),
-        (programs, ["train.py"], "'train.py', which is no file"),
+        (programs, ["train.py"], "'train.py' is not a file"),
         (top, ["a", "b"], "tfdist.top: command line: "),
     ],
 )

@@ -18,7 +18,6 @@ from tfdist.options import (
     TrainFlags,
     asks_for_help,
     flags_of,
-    no_flag,
     read,
     shown,
     underscored,
@@ -64,11 +63,9 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     sys.modules.pop("config_config", None)  # config_flags would run a file in an earlier namespace
     try:
         config_flags.DEFINE_config_file("config", path, flag_values=made, sys_argv=words)
-        values, rest = read(made, words)
+        values = read(made, words)
     except Exception as error:
         raise _refusal(path.partition(":")[0], error) from error
-    if rest:
-        raise no_flag(rest[0])
     config = made["config"].value
     if not isinstance(config, ConfigDict):
         problem = f"get_config() returns a {type(config).__name__} instead of a ConfigDict"

@@ -147,13 +147,13 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
     words, rest = split(argv, takes_value={name: not made[name].boolean for name in made})
     if asks_for_help(words):
         return None
-    values, others = read(made, words)
+    values = read(made, words)
     if "env" in values:
         values["env"] = ",".join(values["env"])
     if "hosts" in values and "workers" in values:
         fix = "leave --workers out, and write --hosts a:2,b:2 for two tasks on each"
         _refuse("workers", "--hosts has the number of tasks", fix)
-    return LaunchOptions(**values, program=_program([*others, *rest]))
+    return LaunchOptions(**values, program=_program(rest))
 
 
 def split(argv: Sequence[str], *, takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:

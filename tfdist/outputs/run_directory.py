@@ -138,9 +138,12 @@ class RunDirectory:
             return _read_lines(self.metrics_file)
 
     def write_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Replace all lines of `metrics.jsonl`."""
+        """Replace all lines of `metrics.jsonl`, if they differ."""
+        text = "".join(to_json(line) + "\n" for line in lines)
         with self._one_line_errors():
-            _write_lines(self.metrics_file, lines)
+            file = self.metrics_file
+            if not file.exists() or file.read_bytes() != text.encode():
+                write_text(file, text)
 
     def drop_metrics_from(self, virtual_epoch: int) -> None:
         """Remove the lines from `virtual_epoch` on, which a resumed run repeats."""

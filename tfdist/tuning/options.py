@@ -18,7 +18,6 @@ from tfdist.options import (
     check,
     flags_of,
     names_of,
-    no_flag,
     read,
     shown,
     underscored,
@@ -90,9 +89,7 @@ def parse(argv: Sequence[str]) -> SweepOptions | tuple[str, Path]:
     made = flags_of(SweepOptions)
     words = [underscored(word, made) if word.startswith("--") else word for word in argv]
     config_flags = tuple(word for word in words if word.startswith("--config."))
-    given, rest = read(made, [word for word in words if word not in config_flags])
-    if rest:
-        raise no_flag(rest[0])
+    given = read(made, [word for word in words if word not in config_flags])
     views = [(name, Path(given[name])) for name in ("show", "best") if name in given]
     mutually_exclusive({f"--{name}": path for name, path in views})
     if views:
