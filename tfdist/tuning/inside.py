@@ -161,7 +161,7 @@ class _TrialFit:
 
         No lines exist if early stopping had already ended the trial that this trial continues.
         """
-        is_one = isinstance(results, list) and [type(one) for one in results] == [History]
+        is_one = isinstance(results, list) and [isinstance(r, History) for r in results] == [True]
         is_there = is_one and objective in results[0].history
         return is_there and self.executions == 1 and bool(self.directory.read_metrics())
 
