@@ -9,7 +9,7 @@ import importlib
 
 TYPE_CHECKING = False  # importing typing would add a seventh to the start time of a task
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME_OF = {
     "make_strategy": "tfdist.strategy",
@@ -111,8 +111,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         from tfdist.errors import near
+        from tfdist.renamed import instead_of
 
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near(name, _HOME_OF)}")
+        advice = f". Fix: {known}" if (known := instead_of(name)) else near(name, _HOME_OF)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     if name == "export_model":
         from tfdist.errors import require_packages
 

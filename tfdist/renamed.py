@@ -8,6 +8,31 @@ from typing import ParamSpec, TypeVar
 
 from tfdist.errors import UsageError
 
+GONE = {
+    "--access_log": "--token, and a proxy that logs requests",
+    "--fork_server": "--start fork",
+    "--host_timeout_s": "--startup_timeout_s",
+    "--join": "tune --hosts, once",
+    "--logs": "kubectl logs, or the file of sbatch",
+    "--node_rank": "launch --hosts a:2,b:2, once",
+    "--precision": "model.quantize before the export",
+    "--profile_ps": "keras.callbacks.TensorBoard(profile_batch=...)",
+    "--rendezvous_port": "launch --hosts a:2,b:2, which needs no port",
+    "--rendezvous_token_file": "launch --hosts a:2,b:2, which needs no token",
+    "--status": "squeue or kubectl get",
+    "--versions": "no flag: each model serves its newest version",
+    "InExamples": "decay_steps divided by the batch size",
+    "Ledger": "tests/tools/ledger.py in a checkout",
+    "estimate_memory": "tfdist.find_batch_size",
+    "tfdist bench": "python -m benchmarks.load in a checkout",
+    "tfdist doctor": "tfdist check",
+    "tfdist find": "tfdist.find_learning_rate or tfdist.find_batch_size in a script",
+    "tfdist ledger": "tests/tools/ledger.py in a checkout",
+    "tfdist lint": "tfdist check",
+    "tfdist replay": "tests/tools/ledger.py in a checkout",
+}
+"""Replacement of each removed program, flag and public name."""
+
 RENAMED = {
     "BackupAndRestore(directory=)": "backup_dir=",
     "BackupAndRestore(every=)": 'save_freq="auto"',
@@ -21,8 +46,15 @@ RENAMED = {
     "data.Rescale": "data.Rescaling",
     "data.load": "data.from_tfds",
     "load_weights(path=)": "filepath=",
+    "make_strategy(kind=)": "strategy=",
 }
 """Replacement of each old name or argument, both without the prefix ``tfdist.``."""
+
+
+def instead_of(name: str) -> str:
+    """Return the advice for a removed program, flag or public name, "" for another name."""
+    return f"use {GONE[name]}" if name in GONE else ""
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import json
+import re
 from pathlib import Path
 
 import keras
@@ -10,7 +11,11 @@ import pytest
 
 import tfdist
 from tests.refusals import refusal
-from tfdist.renamed import RENAMED
+from tfdist import __main__ as programs
+from tfdist import top
+from tfdist.errors import UsageError
+from tfdist.launch import options
+from tfdist.renamed import GONE, RENAMED
 
 KERAS = {
     tfdist.fit: keras.Model.fit,
@@ -65,6 +70,35 @@ def test_an_old_name_is_refused_with_the_new_one():
         tfdist.data.RandomFlip(horizontl=True)
     with pytest.raises(AttributeError, match="Rescal"):
         tfdist.data.Rescal  # noqa: B018
+
+
+def test_a_removed_program_flag_or_name_tells_its_replacement(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for old, new in GONE.items():
+        if old.startswith("tfdist "):
+            assert programs.main(old.split()[1:]) == 2
+            assert capsys.readouterr().err.rstrip().endswith(f"was removed. Fix: use {new}")
+        elif old.startswith("--"):
+            for parse in (options.parse, lambda words: top.main(words)):
+                error = refused_by(parse, [f"{old}=1", "a.py"], capsys)
+                assert error.endswith(f"Fix: use {new}"), error
+        else:
+            with pytest.raises(AttributeError, match=re.escape(f"Fix: use {new}")):
+                getattr(tfdist, old)
+
+
+def refused_by(parse, words, capsys):
+    """The one line of an error, which a parser raises and a program prints."""
+    try:
+        parse(words)
+    except UsageError as error:
+        return str(error)
+    return capsys.readouterr().err.rstrip()
+
+
+def test_each_old_name_is_on_the_page_of_the_migration():
+    page = (Path(__file__).parents[2] / "docs/migrate/from_0_2.md").read_text()
+    assert [old for old in (*RENAMED, *GONE) if f"| `{old}` |" not in page] == []
 
 
 def test_a_backup_without_a_path_is_in_the_run_directory(tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ from tfdist.cluster.local_only import restricting_server
 from tfdist.errors import TfdistError, UsageError, require, require_one_of
 from tfdist.kinds import load
 from tfdist.options import LAUNCHED
+from tfdist.renamed import without_renamed
 from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import Job, current_job, remember
@@ -43,6 +44,7 @@ _LOG = logging.getLogger(__name__)
 _NEIGHBOURS_S = 20.0
 
 
+@without_renamed("make_strategy")
 def make_strategy(
     strategy: str = "auto",
     *,
