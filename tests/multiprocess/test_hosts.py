@@ -289,6 +289,8 @@ def test_without_the_launcher_all_tasks_of_agents_have_the_whole_grace_to_save(j
     slow = SAVE.replace("    print('saved'", "    import time; time.sleep(3)\n    print('saved'")
     running = job(slow, *flags)
     running.ready(2)
+    agent = agent_of(running)  # which writes the log, and ends after its task
+    running.pidfds[agent] = os.pidfd_open(agent)
     running.process.kill()
     running.end()
     running.assert_gone()

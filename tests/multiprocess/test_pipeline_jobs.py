@@ -174,7 +174,7 @@ def test_a_run_killed_before_its_first_checkpoint_keeps_its_cut(seen_by, tmp_pat
 def test_a_cut_behind_no_layer_ends_every_task_in_one_line(tmp_path):
     code, said, tasks = run(tmp_path, "wrong", stages=2)
     assert code == EXIT_USAGE
-    assert "'addz' (did you mean 'adds'?)" in said
+    assert "'addz' is unknown (did you mean 'adds'?)" in said
     assert "Traceback" not in said
     assert not tasks
 

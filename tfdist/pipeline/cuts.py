@@ -196,7 +196,7 @@ class LayerGraph:
             for name in (*self._models_around(node), node.operation.name)
         }
         for name in names:
-            fix = "name the last layer of each stage except the last stage"
+            fix = "name the last layer of each stage but the last"
             require_one_of("cut", name, last, fix=fix, code="unknown-layer")
         return sorted(last[name] for name in names)
 
