@@ -228,7 +228,7 @@ def opening_port(flag: str, address: object) -> Iterator[None]:
 
 
 def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:
-    """Raise UsageError if more than one of `given` is set (None, False and "" count as unset).
+    """Raise UsageError if more than one of `given` is set (`None`, False and "" count as unset).
 
     Args:
         given: Values by the names that the user wrote, such as ``{"--join": options.join}``.

@@ -86,7 +86,7 @@ class Option:
     repeated: bool = False
     """True for a flag whose values are collected."""
     submit: str | None = None
-    """Help of the same flag in ``tfdist submit``, which has no such flag if it is None."""
+    """Help of the same flag in ``tfdist submit``, which has no such flag if it is `None`."""
     submit_default: str | None = None
     schedulers: tuple[str, ...] = ("slurm", "kubernetes")
     identifies: bool = False

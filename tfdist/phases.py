@@ -48,9 +48,9 @@ class PhaseState:
 
     Attributes:
       phase: One of `PHASES`.
-      step: Optimizer steps done, None before the training loop.
+      step: Optimizer steps done, `None` before the training loop.
       since_s: `time.monotonic` when the phase was entered or `step` last changed.
-      first_step_s: `time.monotonic` after the first steps of this process, None before.
+      first_step_s: `time.monotonic` after the first steps of this process, `None` before.
     """
 
     phase: str = "import"
@@ -86,12 +86,12 @@ def current() -> PhaseState:
 
 
 def awaited() -> PendingWork | None:
-    """Return the work unit that this process waits for, or None (thread-safe)."""
+    """Return the work unit that this process waits for, or `None` (thread-safe)."""
     return _awaited
 
 
 def set_pending_work(oldest: PendingWork | None) -> None:
-    """Set the work unit that this process waits for, or None. The dispatching code calls it."""
+    """Set the work unit that this process waits for, or `None`. The dispatching code calls it."""
     global _awaited
     _awaited = oldest
 

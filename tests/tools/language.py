@@ -2,8 +2,8 @@
 
     python -m tests.tools.language      the figures, and the 40 sentences with the most hits
 
-Texts are of three kinds: docstrings and comments, messages (texts in code of four words or more), and
-pages. The references are those of Lightning Fabric, Accelerate and dask.distributed.
+Texts are of three kinds: docstrings and comments, messages (texts in code of four words or more),
+and pages. The references are those of Lightning Fabric, Accelerate and dask.distributed.
 """
 
 import ast
@@ -42,7 +42,9 @@ def sentences(text: str) -> list[str]:
     text = re.sub(r"```.*?```", " ", text, flags=re.DOTALL)
     text = re.sub(r"`[^`]*`", "X", text)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith(("|", "#!", "http"))]
+    lines = [
+        line for line in text.splitlines() if not line.lstrip().startswith(("|", "#!", "http"))
+    ]
     parts = re.split(r"(?<=[.!?:])\s+|\n\s*\n|\n\s*[-*] ", "\n".join(lines))
     return [part.strip() for part in parts if part.strip()]
 
@@ -69,7 +71,8 @@ def _texts_of(source: str) -> tuple[list[str], list[str]]:
     prose += [
         token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT and not token.string.startswith(("#!", "# noqa", "# type"))
+        if token.type == tokenize.COMMENT
+        and not token.string.startswith(("#!", "# noqa", "# type"))
     ]
     return prose, messages
 

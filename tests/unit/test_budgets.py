@@ -28,7 +28,7 @@ LINES = {
     "data": 2_669,
     "checkpoint": 2_771,
     "training": 8_244,
-    "ps, pipeline": 4_926,
+    "ps, pipeline": 4_938,
     "tuning": 3_145,
     "serving": 3_376,
     "around": 7_266,  # report, outputs, app, find, ops, audit, configs and the programs

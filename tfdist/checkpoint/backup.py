@@ -185,7 +185,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._written: Future[Path] | None = None
 
     def next_step(self, step: int) -> int | None:
-        """Return the step of the next save after `step`, or None without a number of steps."""
+        """Return the step of the next save after `step`, or `None` without a number of steps."""
         every = self._every_steps
         return None if every is None else (step // every + 1) * every
 
@@ -216,9 +216,9 @@ class BackupAndRestore(keras.callbacks.Callback):
                     raise
 
     def saved(self) -> RunState | None:
-        """Return the run's progress in the newest checkpoint, or None (chief only).
+        """Return the run's progress in the newest checkpoint, or `None` (chief only).
 
-        If all checkpoints are damaged, log a warning and return None: the run starts from step 0.
+        If all checkpoints are damaged, log a warning and return `None`: the run starts from step 0.
         """
         if self.store.newest_name() is None:
             return None
@@ -480,7 +480,7 @@ class Best:
     """Tracker of one metric in the logs that detects a new best value.
 
     Args:
-      name: Name of the metric in the logs. None turns the tracker off.
+      name: Name of the metric in the logs. `None` turns the tracker off.
       mode: "min", "max", or "auto", which derives the direction from the name.
 
     Attributes:
@@ -546,7 +546,7 @@ def is_better(
 ) -> bool:
     """Return whether a metric beats the best so far by more than `min_delta`.
 
-    None, NaN and infinity never count as better. The first finite value always does.
+    `None`, NaN and infinity never count as better. The first finite value always does.
     """
     if value is None or not math.isfinite(value):
         return False
@@ -573,7 +573,7 @@ def best_so_far(
 ) -> tuple[Mapping[str, Any] | None, int]:
     """Return an evaluator's best line and the number of lines after it.
 
-    The best line is None if no value is finite. A line must be better by more than `min_delta`.
+    The best line is `None` if no value is finite. A line must be better by more than `min_delta`.
 
     Raises:
       UsageError: No line has the metric.

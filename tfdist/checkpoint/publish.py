@@ -40,7 +40,7 @@ class PublishModel(keras.callbacks.Callback):
       directory: Model directory of a server, or a URL of fsspec (``gs://bucket/served``).
       model: ``file.py:function`` that returns the built model. Needed for custom classes (default:
         the configuration of the model).
-      run: Run directory of ``tfdist.train``, which describes the model (default: None).
+      run: Run directory of ``tfdist.train``, which describes the model (default: `None`).
 
     Raises:
       UsageError: No `BackupAndRestore` is among the callbacks of the `fit`. Another process cannot

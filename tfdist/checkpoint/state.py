@@ -194,7 +194,7 @@ def require_shape(array: Any, shape: tuple[int, ...], variable: Any, *, where: s
 def require_same_configuration(
     saved: Mapping[str, Sequence[Settings]] | None, mine: dict[str, list[Settings]], *, where: str
 ) -> None:
-    """Raise UsageError with the settings that differ in a saved run. None passes."""
+    """Raise UsageError with the settings that differ in a saved run. `None` passes."""
     differences = [] if saved is None else list(_differences(saved, mine))
     require(
         not differences,

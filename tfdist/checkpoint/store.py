@@ -142,12 +142,12 @@ class CheckpointStore:
         return [location.step for location, _ in self._sound()]
 
     def latest(self) -> int | None:
-        """Return the step of the newest intact checkpoint, or None."""
+        """Return the step of the newest intact checkpoint, or `None`."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def newest_name(self) -> str | None:
-        """Return the directory name of the newest checkpoint, intact or damaged, or None."""
+        """Return the directory name of the newest checkpoint, intact or damaged, or `None`."""
         names = self.names()
         return names[-1] if names else None
 
@@ -156,12 +156,12 @@ class CheckpointStore:
         return [location.path.name for location in self._locations()]
 
     def best(self) -> int | None:
-        """Return the step of the newest intact checkpoint with `best`, or None."""
+        """Return the step of the newest intact checkpoint with `best`, or `None`."""
         steps = [location.step for location, manifest in self._sound() if manifest.best]
         return steps[-1] if steps else None
 
     def written_at(self, step: int) -> float | None:
-        """Return the time of the newest write of `step` in seconds since 1970, or None."""
+        """Return the time of the newest write of `step` in seconds since 1970, or `None`."""
         paths = [location.path for location in self._locations() if location.step == step]
         with contextlib.suppress(IndexError, FileNotFoundError):  # the writer has just removed it
             return paths[-1].stat().st_mtime
@@ -205,7 +205,7 @@ class CheckpointStore:
         raise NothingWhole(f"{self.directory}: no readable checkpoint: {'; '.join(problems)}")
 
     def read_named(self, name: str) -> Checkpoint | None:
-        """Return the checkpoint in the directory `name`, or None if it cannot be read.
+        """Return the checkpoint in the directory `name`, or `None` if it cannot be read.
 
         For example, the writer may just have removed it. Raises UsageError for a newer format.
         """

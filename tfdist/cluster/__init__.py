@@ -43,7 +43,7 @@ __all__ = [
 
 
 def read_environment(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return the config of this process's task, or None for a single process.
+    """Return the config of this process's task, or `None` for a single process.
 
     Raises:
         UsageError: a source is wrong, or two sources disagree. The message names both.

@@ -72,7 +72,7 @@ def join(host: str, port: int) -> str:
 
 
 def _host_key(host: str) -> str | None:
-    """Return the host in canonical spelling, or None if `host` is not valid."""
+    """Return the host in canonical spelling, or `None` if `host` is not valid."""
     is_ipv6 = host[0] == "["
     if is_ipv6 or host.replace(".", "").isdigit():
         kind = ipaddress.IPv6Address if is_ipv6 else ipaddress.IPv4Address

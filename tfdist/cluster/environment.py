@@ -1,7 +1,7 @@
 """Detection of this process's job and task from its environment.
 
 Each launcher sets its own variables, and one function reads the variables of one launcher. The
-function returns None if the variables are not set or describe one process. It raises `UsageError`
+function returns `None` if the variables are not set or describe one process. It raises `UsageError`
 if the variables are wrong.
 
 The rules (docs/hosts.md explains them to users):
@@ -82,7 +82,7 @@ class _World(NamedTuple):
 
 
 def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return this rank's part of the job, or None outside a job of several ranks.
+    """Return this rank's part of the job, or `None` outside a job of several ranks.
 
     Ranks fill host after host, the default of mpirun (``--map-by slot``). The first port
     follows from the name of the job.
@@ -175,7 +175,7 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # batch scripts, salloc shells and similar st
 
 
 def from_slurm(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return this task's part of the job step, or None outside a step of several tasks.
+    """Return this task's part of the job step, or `None` outside a step of several tasks.
 
     Tasks have the order of SLURM_PROCID. Their first port follows from the job and step number
     (`placement.port_of_job`).
@@ -268,7 +268,7 @@ POD_INDEX = "JOB_COMPLETION_INDEX"
 
 
 def from_kubernetes(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return this pod's part of the job, or None outside a pod with TFDIST_HOSTS.
+    """Return this pod's part of the job, or `None` outside a pod with TFDIST_HOSTS.
 
     If TFDIST_NODE_RANK is set too, `from_hosts` handles the pod like any other host.
 
@@ -308,7 +308,7 @@ def _rank_of_pod(environ: Mapping[str, str], pods: Sequence[str]) -> int:
 
 
 def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return this task's part of the job on TFDIST_HOSTS, or None if TFDIST_HOSTS is not set.
+    """Return this task's part of the job on TFDIST_HOSTS, or `None` if TFDIST_HOSTS is not set.
 
     TFDIST_NODE_RANK is the index of this host in the list. TFDIST_LOCAL_RANK is the index of
     this process among the slots of the host, if the host has several slots.
@@ -339,7 +339,7 @@ def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
 
 
 def from_skypilot(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return this node's part of a SkyPilot task, or None elsewhere.
+    """Return this node's part of a SkyPilot task, or `None` elsewhere.
 
     https://docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html
     """
@@ -350,7 +350,7 @@ def from_skypilot(environ: Mapping[str, str], job_settings: JobSettings) -> Task
 def from_leader_worker_set(
     environ: Mapping[str, str], job_settings: JobSettings
 ) -> TaskConfig | None:
-    """Return this pod's part of its group in a LeaderWorkerSet, or None elsewhere.
+    """Return this pod's part of its group in a LeaderWorkerSet, or `None` elsewhere.
 
     Pod ``i`` of the group of leader ``NAME.DOMAIN`` is ``NAME-i.DOMAIN``:
     https://lws.sigs.k8s.io/docs/reference/labels-annotations-and-environment-variables/
@@ -363,7 +363,7 @@ def from_leader_worker_set(
 
 
 def from_sagemaker(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return this host's part of a SageMaker training job, or None elsewhere.
+    """Return this host's part of a SageMaker training job, or `None` elsewhere.
 
     https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
     """
@@ -412,7 +412,7 @@ SOURCES: Mapping[str, Reader] = {
 
 
 def detect(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return the config of this process's task, None for a single process without settings."""
+    """Return the config of this process's task, `None` for a single process without settings."""
     job_settings = settings.from_environ(environ)
     named = text(environ, CLUSTER)
     fix = "correct the value, or unset the variable"
@@ -438,7 +438,7 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
 
 
 def _alone(job_settings: JobSettings) -> TaskConfig | None:
-    """Return the config of a single process, None if all options have their defaults."""
+    """Return the config of a single process, `None` if all options have their defaults."""
     kind = job_settings.kind
     of_several = {
         STRATEGY: kind.name if kind.has_several_tasks else None,

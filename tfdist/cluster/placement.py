@@ -60,7 +60,7 @@ def place(
 
 
 def one_of(hosts: Sequence[str], *, rank: int, job_settings: JobSettings) -> TaskConfig | None:
-    """Return the config of the task of `rank`, or None for a job of one process."""
+    """Return the config of the task of `rank`, or `None` for a job of one process."""
     if len(hosts) == 1 and not job_settings.ps and not job_settings.kind.has_several_tasks:
         return None
     return place(hosts, rank=rank, job_settings=job_settings)

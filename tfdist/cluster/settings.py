@@ -63,7 +63,7 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
 
 
 def ports_of(settings: JobSettings) -> range | None:
-    """Return the ports that tasks may use, None for any. Raise UsageError if they are invalid."""
+    """Return the ports that tasks may use, `None` for any. Raise UsageError if they are invalid."""
     return None if settings.ports is None else parse_ports(settings.ports, where=PORTS)
 
 
@@ -96,7 +96,7 @@ def text(environ: Mapping[str, str], name: str) -> str:
 def integer(
     environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MAX
 ) -> int | None:
-    """Return the value of an integer variable, None if it is not set or empty."""
+    """Return the value of an integer variable, `None` if it is not set or empty."""
     value = text(environ, name)
     if not value:
         return None

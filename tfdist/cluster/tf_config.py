@@ -294,7 +294,7 @@ def _options(values: Mapping[str, object]) -> JobOptions:
 
 
 def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
-    """Return the config in TF_CONFIG of `environ`, or None if TF_CONFIG is unset or empty."""
+    """Return the config in TF_CONFIG of `environ`, or `None` if TF_CONFIG is unset or empty."""
     text = environ.get(VARIABLE, "")
     return decode(text) if text.strip() else None
 

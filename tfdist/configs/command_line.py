@@ -36,7 +36,7 @@ class TrainCommand(TrainFlags):
     """Parsed command line of `tfdist.train`."""
 
     config: Any = None
-    """Checked configuration, or None if the command line asks for the help text."""
+    """Checked configuration, or `None` if the command line asks for the help text."""
     verbosity: int | None = None
     """absl's level: -1 shows warnings, 1 debug messages (default: 0, which shows the progress)."""
 

@@ -137,7 +137,7 @@ def _column(leaf: Any) -> _Column:
 
 
 def _map_present(function: Callable[[Any], Any], nest: Nest) -> Nest:
-    """Apply `function` to the leaves of a nest that are not None."""
+    """Apply `function` to the leaves of a nest that are not `None`."""
     return tf.nest.map_structure(lambda leaf: None if leaf is None else function(leaf), nest)
 
 
@@ -270,7 +270,7 @@ class MappedFile:
 
 
 def of_memmap(array: np.memmap[Any, Any]) -> MappedFile | None:
-    """Return the place of an array in its file, or None if the array cannot be mapped.
+    """Return the place of an array in its file, or `None` if the array cannot be mapped.
 
     The array needs a file name, numbers in native byte order, and contiguous bytes that start at a
     multiple of 64. Private changes (mode "c") are not supported.

@@ -55,7 +55,7 @@ class RandomCrop(_Own):
       height: Height of the window in pixels (default: height of the image).
       width: Width of the window in pixels (default: width of the image).
       seed: Seed of the draws (default: the run's seed).
-      data_format: "channels_last" or None.
+      data_format: "channels_last" or `None`.
       name: Ignored.
       padding: Pixels of zeros added on each side before the crop (default: 0).
     """
@@ -112,7 +112,7 @@ class RandomFlip(_Own):
     Args:
       mode: "horizontal" (left to right), "vertical" or "horizontal_and_vertical" (default).
       seed: Seed of the draws (default: the run's seed).
-      data_format: "channels_last" or None.
+      data_format: "channels_last" or `None`.
     """
 
     mode: str = "horizontal_and_vertical"
@@ -162,7 +162,7 @@ class Normalization(_Own):
     """Scaling to ``(images - mean) / sqrt(variance)``, as `keras.layers.Normalization`.
 
     Args:
-      axis: -1 (default) for a mean and a variance of each channel or of all, None for all.
+      axis: -1 (default) for a mean and a variance of each channel or of all, `None` for all.
       mean: Mean of the stored pixels: a number, or one for each channel.
       variance: Variance, with the shape of `mean`.
       invert: True to undo the scaling: ``images * sqrt(variance) + mean`` (default: False).

@@ -20,7 +20,7 @@ _MAKING_S = 3600.0
 
 
 def private_cache_dir() -> Path | None:
-    """Return `~/.cache/tfdist`, or None if another user could have written files there.
+    """Return `~/.cache/tfdist`, or `None` if another user could have written files there.
 
     The directory, its parent, and links to them must belong to this user or root.
     """

@@ -35,9 +35,9 @@ class Source(abc.ABC):
     kind = "data"
     transform: Transform | None = None
     num_examples: int | None = None
-    """Number of examples in one pass, or None if unknown."""
+    """Number of examples in one pass, or `None` if unknown."""
     element_spec: Nest
-    """Nest of `tf.TensorSpec` of one example before the transform, with None for absent parts."""
+    """Nest of `tf.TensorSpec` of one example before the transform, with `None` for absent parts."""
 
     def describe(self) -> str:
         """Return the kind and the number of examples, as a line for the log."""
@@ -77,7 +77,7 @@ class GraphSource(Source):
 def preprocessed(source: Source, preprocess: Callable[..., Nest] | None) -> Source:
     """Return a copy of the source that applies `preprocess` after the transform.
 
-    `preprocess` runs in graph mode. It gets x, y and sample weights of a batch (None for absent
+    `preprocess` runs in graph mode. It gets x, y and sample weights of a batch (`None` for absent
     parts) and returns them packed.
     """
     if preprocess is None:
@@ -152,5 +152,5 @@ def lean_options() -> tf.data.Options:
 
 
 def unpack(batch: Nest) -> tuple[Nest, Nest, Nest]:
-    """Return `(x, y, sample_weight)` of a batch, with None for absent parts."""
+    """Return `(x, y, sample_weight)` of a batch, with `None` for absent parts."""
     return keras.utils.unpack_x_y_sample_weight(batch)

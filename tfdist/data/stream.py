@@ -88,7 +88,7 @@ class _BatchSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches in one pass, or None if unknown or infinite."""
+        """Number of batches in one pass, or `None` if unknown or infinite."""
         return self._cardinality if self._cardinality >= 0 else None
 
     @property
@@ -239,9 +239,9 @@ def serialized(dataset: tf.data.Dataset, reading: Reading) -> tf.Tensor:
 
 
 def python_operation(dataset: tf.data.Dataset) -> str | None:
-    """Return the name of an operation of this dataset that runs Python code, or None.
+    """Return the name of an operation of this dataset that runs Python code, or `None`.
 
-    The operation runs only in the process that created it. The result is also None if the graph
+    The operation runs only in the process that created it. The result is also `None` if the graph
     cannot be copied.
     """
     graph = _graph_of(dataset)
@@ -249,7 +249,7 @@ def python_operation(dataset: tf.data.Dataset) -> str | None:
 
 
 def python_operation_of(graph: Any) -> str | None:
-    """Return the name of an operation of a `GraphDef` that runs Python code, or None."""
+    """Return the name of an operation of a `GraphDef` that runs Python code, or `None`."""
     operations = (node.op for body in _bodies(graph) for node in body.nodes)
     return next((name for name in operations if name in _PYTHON_OPERATIONS), None)
 
@@ -378,7 +378,7 @@ class _Body:
         self.by_name = {node.name: node for node in nodes}
 
     def producer(self, reference: str) -> Any:
-        """Return the node of an input, or None if the input is an argument of the function."""
+        """Return the node of an input, or `None` if the input is an argument of the function."""
         return self.by_name.get(reference.split(":")[0])
 
     def add(self, operation: str, *, like: str, output: str = "output") -> tuple[Any, str]:
@@ -423,7 +423,7 @@ def _forget_function(name: str) -> None:
 
 
 def _graph_of(dataset: tf.data.Dataset) -> _StreamGraph | None:
-    """Return the graph of a dataset, built at the first call, or None if it cannot be copied."""
+    """Return the graph of a dataset, built at the first call, or `None` if it cannot be copied."""
     if not hasattr(dataset, "_tfdist_graph"):
         found = None
         try:

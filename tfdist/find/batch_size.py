@@ -42,11 +42,11 @@ class BatchTrial:
     Attributes:
       batch_size: Examples of one replica.
       fits: Whether the trial finished its steps within the limits.
-      peak_bytes: Peak memory of the process, None if it did not report it.
-      gpu_peak_bytes: Peak memory on its GPU, None without a GPU.
-      examples_per_second: Throughput of one replica, None if the batch does not fit.
-      cores: Mean number of busy cores, None if the batch does not fit.
-      parameters: Number of the model's parameters, None if the batch does not fit.
+      peak_bytes: Peak memory of the process, `None` if it did not report it.
+      gpu_peak_bytes: Peak memory on its GPU, `None` without a GPU.
+      examples_per_second: Throughput of one replica, `None` if the batch does not fit.
+      cores: Mean number of busy cores, `None` if the batch does not fit.
+      parameters: Number of the model's parameters, `None` if the batch does not fit.
       cause: Reason why the batch does not fit, "" if it fits.
     """
 
@@ -68,7 +68,7 @@ class BatchSizes:
       per_replica: Largest batch of one replica that fits.
       global_batch_size: Batch size for `tfdist.fit`, over all replicas.
       limit_bytes: Memory limit of one replica's process.
-      gpu_limit_bytes: Memory limit of one replica on its GPU, None without GPUs.
+      gpu_limit_bytes: Memory limit of one replica on its GPU, `None` without GPUs.
       trials: All trials in the order of their runs.
     """
 
@@ -89,7 +89,7 @@ class BatchSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLimits:
-    """Memory limits of one replica in bytes: its process, and its GPU (None without GPUs)."""
+    """Memory limits of one replica in bytes: its process, and its GPU (`None` without GPUs)."""
 
     process: int
     gpu: int | None

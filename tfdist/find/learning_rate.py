@@ -247,10 +247,10 @@ class LearningRates:
       losses: Loss of each step's batch before the update.
       smoothed: Moving average of `losses`.
       steepest: Rate with the fastest fall of the smoothed loss against the logarithm of the rate,
-        None if the loss never falls.
+        `None` if the loss never falls.
       lowest: Rate with the lowest smoothed loss.
       diverged: Whether the test ended because the loss diverged.
-      suggestion: Minimum of `steepest` and a tenth of `lowest`, None if the loss never falls.
+      suggestion: Minimum of `steepest` and a tenth of `lowest`, `None` if the loss never falls.
     """
 
     rates: tuple[float, ...]
@@ -312,7 +312,7 @@ def read(rates: Sequence[float], losses: Sequence[float], *, smoothing: float) -
 
 
 def _steepest(curve: Sequence[float], *, last: int) -> int | None:
-    """Return the index of the steepest fall before the lowest point, None if there is no fall."""
+    """Return the index of the steepest fall before the lowest point, `None` if there is no fall."""
     first = max(1, len(curve) // _LEFT_OUT)
     slopes = {i: curve[i + 1] - curve[i - 1] for i in range(first, min(last, len(curve) - 2) + 1)}
     steepest = min(slopes, key=slopes.__getitem__, default=None)

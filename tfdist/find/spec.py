@@ -16,7 +16,7 @@ def spec_of(x: Any, y: Any) -> Any:
 
 
 def zeros(spec: Any, batch_size: int) -> tuple[Any, Any, Any]:
-    """Return x, y and sample weights of zeros or empty strings, None for each missing part."""
+    """Return x, y and sample weights of zeros or empty strings, `None` for each missing part."""
 
     def make(part: Any) -> Any:
         return part if part is None else tf.zeros((batch_size, *part.shape[1:]), part.dtype).numpy()

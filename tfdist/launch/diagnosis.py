@@ -102,7 +102,7 @@ class RootCause:
         return set(self._moments)
 
     def suspect(self, now_s: float, *, is_complete: bool) -> Failure | None:
-        """Return the root cause, or None while it is uncertain.
+        """Return the root cause, or `None` while it is uncertain.
 
         `is_complete` means that all running tasks have already failed.
         """
@@ -367,7 +367,7 @@ class Watchdog:
         return self._checked_s + _CHECK_EVERY_S
 
     def find_hang(self, now_s: float) -> Hang | None:
-        """Return a hang, or None. Call it at `next_check_s`.
+        """Return a hang, or `None`. Call it at `next_check_s`.
 
         All timeouts restart if the call is late by more than `LATE_S` (the launcher was stopped),
         or while tasks are blocked by the launcher.
@@ -391,12 +391,12 @@ class Watchdog:
         return self._hang(now_s, noticed_s=self._noticed_s)
 
     def stopped(self) -> Task | None:
-        """Return a task with a stopped process, or None if all processes run."""
+        """Return a task with a stopped process, or `None` if all processes run."""
         states = ((task.task, self._state_of(task.task)) for task in self._tasks())
         return next((task for task, state in states if state in ("T", "t")), None)
 
     def absent(self, now_s: float) -> tuple[Task, str] | None:
-        """Return a silent task that has not started training, with a description, or None."""
+        """Return a silent task that has not started training, with a description, or `None`."""
         for task in self._tasks():
             if task.phase == "import" and self._silence_s(task, now_s) >= self._suspect_s:
                 task.state = self._state_of(task.task)
@@ -480,7 +480,7 @@ class Watchdog:
         )
 
     def _suspect(self, silent: Sequence[Watched], now_s: float) -> tuple[Watched, str] | None:
-        """Return the task that causes the hang and a description, or None.
+        """Return the task that causes the hang and a description, or `None`.
 
         The order is: a silent task (stopped tasks first), a task with an overdue work unit, a busy
         task that is late, and the waiting task with the fewest steps. If all waiting tasks are

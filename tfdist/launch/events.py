@@ -67,7 +67,7 @@ class Raised:
     cause: str
     at_s: float
     step: int | None = None
-    """Finished steps, or None if unknown."""
+    """Finished steps, or `None` if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class Beat:
     task: Task
     phase: str
     step: int | None
-    """Finished optimizer steps (None before the training loop)."""
+    """Finished optimizer steps (`None` before the training loop)."""
     since_s: float
     """Time at which the task entered the phase or finished its last step."""
     first_step_s: float | None

@@ -269,7 +269,7 @@ class ForkTemplate:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id, or None before the first use."""
+        """Return the process id, or `None` before the first use."""
         return self._process.pid if self._process else None
 
     def start(self) -> socket.socket:
@@ -357,7 +357,7 @@ class ForkStarter:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of the server, or None if another process has started it."""
+        """Return the process id of the server, or `None` if another process has started it."""
         return self._server.pid if self._server else None
 
     def owns(self, pid: int) -> bool:
@@ -406,7 +406,7 @@ class ForkStarter:
             self._server.kill()
 
     def fileno(self) -> int | None:
-        """Return the socket for the server's answers, or None after the server has exited."""
+        """Return the socket for the server's answers, or `None` after the server has exited."""
         return None if self._is_over else self._socket.fileno()
 
     def collect(self) -> list[Started | Ended]:

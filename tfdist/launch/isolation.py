@@ -131,7 +131,7 @@ class _Helper:
 
     @classmethod
     def installed(cls, environ: Mapping[str, str]) -> _Helper | None:
-        """Start the installed program for this user. Return None if it is missing."""
+        """Start the installed program for this user. Return `None` if it is missing."""
         names = ("slirp4netns",) if os.geteuid() == 0 else ("pasta", "slirp4netns")
         paths = (shutil.which(name, path=environ.get("PATH")) for name in names)
         return next((cls(path) for path in paths if path), None)

@@ -156,7 +156,7 @@ def _described(
     run_dir: Path,
     search: Sequence[str],
 ) -> JobDescription:
-    """Return this host's part of a job. `group` is None for a job on this machine."""
+    """Return this host's part of a job. `group` is `None` for a job on this machine."""
     machine = this_machine(environ)
     has_tasks = group is None or group.num_tasks(group.rank) > 0
     is_imported = has_tasks and imports_tensorflow(options.program, search=search)
@@ -310,7 +310,7 @@ def _run_on_hosts(  # noqa: D417
     Args:
       terms: Versions, file digests and variables that must be equal on all hosts.
       own: Address of this host (default: found automatically).
-      pipe: Connection of an agent to its launcher, or None in the launcher.
+      pipe: Connection of an agent to its launcher, or `None` in the launcher.
       hold: File descriptors to close after the last task has exited.
 
     Raises:
@@ -555,7 +555,7 @@ class JobRun:
             self._screen.say(f"cannot write {self._report_file}: {error.strerror}")
 
     def _write_report(self, exit_code: int | None) -> None:
-        """Write the report atomically. `exit_code` is None while the job runs."""
+        """Write the report atomically. `exit_code` is `None` while the job runs."""
         content = {"exit_code": exit_code, "job": self._description, "attempts": self._entries}
         # Do not wait for the disk: meanwhile other hosts would consider the launcher lost.
         write_json(self._report_file, content, durable=False, private=True)

@@ -139,7 +139,7 @@ def visible_gpus(value: str) -> tuple[str, ...]:
 
 
 def proc_state(pid: int, *, pipe_fd: int | None = None) -> str | None:
-    """Return the state letter of a process (T: stopped), or None if it has exited.
+    """Return the state letter of a process (T: stopped), or `None` if it has exited.
 
     Return "" if the process can run but no longer has the pipe of `pipe_fd` open. It has then
     executed another program or closed its files, and cannot send heartbeats.
@@ -167,7 +167,7 @@ def _holds_pipe(pid: int, pipe_fd: int) -> bool:
 
 
 def memory_bytes(pid: int) -> int | None:
-    """Return the resident memory of a process in bytes, or None if it has exited."""
+    """Return the resident memory of a process in bytes, or `None` if it has exited."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE_BYTES

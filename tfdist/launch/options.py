@@ -82,7 +82,7 @@ class LaunchOptions(LaunchFlags):
 
     @property
     def port_range(self) -> range | None:
-        """Return the ports that the job may use, or None for any port."""
+        """Return the ports that the job may use, or `None` for any port."""
         return None if self.ports is None else parse_ports(self.ports, where="--ports")
 
 
@@ -138,7 +138,7 @@ def _refuse(name: str, problem: str, fix: str, *, code: str = "exclusive") -> No
 
 
 def parse(argv: Sequence[str]) -> LaunchOptions | None:
-    """Return the options in `argv`, or None if `argv` contains ``--help``.
+    """Return the options in `argv`, or `None` if `argv` contains ``--help``.
 
     Raises:
         UsageError: A flag is unknown, or a value is invalid.

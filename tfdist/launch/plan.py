@@ -89,11 +89,11 @@ class JobDescription:
     start: StartMethod = "exec"
     """Method that starts the tasks."""
     fork_server: int | None = None
-    """Socket of a fork server that another process started, or None."""
+    """Socket of a fork server that another process started, or `None`."""
     is_terminal: bool = False
     """Whether the tasks' output is shown on a terminal."""
     ports: Sequence[int] | None = None
-    """Ports that the tasks may use (None: any)."""
+    """Ports that the tasks may use (`None`: any)."""
     given: LaunchOptions = field(default_factory=LaunchOptions)
     """Options of the command line, which the hosts of the job do not complete."""
     open_files: tuple[int, int] = field(

@@ -58,7 +58,7 @@ class Starter:
     def start(
         self, spec: ProcessSpec, *, env: Mapping[str, str], output_fd: int, notes_fd: int
     ) -> Started | None:
-        """Start a task, or raise OSError. Return None if `collect` returns `Started` later."""
+        """Start a task, or raise OSError. Return `None` if `collect` returns `Started` later."""
         child = start_process(
             bootstrap_command("task", str(notes_fd), *spec.words),
             env=env,
@@ -85,7 +85,7 @@ class Starter:
         """Stop a helper process that does not answer, so that its tasks count as exited."""
 
     def fileno(self) -> int | None:
-        """Return the file descriptor to watch in addition to SIGCHLD, or None."""
+        """Return the file descriptor to watch in addition to SIGCHLD, or `None`."""
         return None
 
     def owns(self, pid: int) -> bool:
@@ -94,7 +94,7 @@ class Starter:
 
     @property
     def pid(self) -> int | None:
-        """Return the helper process's id, which is also its session, or None."""
+        """Return the helper process's id, which is also its session, or `None`."""
         return None
 
     def close(self) -> None:
@@ -281,7 +281,7 @@ class JobProcesses:
             self._guard.end_session(self._pids[task])
 
     def state_of(self, task: Task) -> str | None:
-        """Return the state of a task's process, as `proc_state`, or None without a process."""
+        """Return the state of a task's process, as `proc_state`, or `None` without a process."""
         pid = self._pids.get(task)
         return None if pid is None else proc_state(pid, pipe_fd=self._notes_fd)
 

@@ -33,7 +33,7 @@ _LOGS = "logs"
 
 
 def chosen_run_dir(given: str | None, environ: Mapping[str, str]) -> Path:
-    """Return the absolute path of the given run directory, or a new path if None.
+    """Return the absolute path of the given run directory, or a new path if `None`.
 
     The name of a new directory has the id of the Slurm job, or else the time.
     """

@@ -84,7 +84,7 @@ class Console:
         self.drain(0.0)
 
     def drain(self, timeout_s: float | None) -> None:
-        """Write all pending output. Wait at most `timeout_s` for each write (None: no limit)."""
+        """Write all pending output. Wait at most `timeout_s` for each write (`None`: no limit)."""
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         while self.is_waiting and poll.poll(None if timeout_s is None else timeout_s * 1000):
@@ -146,7 +146,7 @@ class LineSplitter:
     def __init__(self) -> None:
         self._rest = b""
         self.progress: bytes | None = None
-        """Visible text of an unfinished line that has a carriage return, else None."""
+        """Visible text of an unfinished line that has a carriage return, else `None`."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that `data` completes."""

@@ -72,7 +72,7 @@ def spawn(
         is an argument of `fn`.
 
     Returns:
-      The result of `fn` in the chief, or None if `fn` called `sys.exit`.
+      The result of `fn` in the chief, or `None` if `fn` called `sys.exit`.
 
     Raises:
       UsageError: An option is invalid, a keyword is both an option and an argument of `fn`, or
@@ -297,7 +297,7 @@ def _shown(
 
 
 def _progress(live_file: Path) -> Callable[[], None] | None:
-    """Return a function that shows the job's step in the cell of a notebook, None elsewhere."""
+    """Return a function that shows the job's step in the cell of a notebook, `None` elsewhere."""
     if "ipykernel" not in sys.modules:
         return None
     import IPython.display

@@ -112,7 +112,7 @@ class TaskRecord:
     task: Task
     pid: int | None = None
     status: int | None = None
-    """Exit code, or the negative signal number, or None if the process did not exit."""
+    """Exit code, or the negative signal number, or `None` if the process did not exit."""
     started_at_s: float | None = None
     ended_at_s: float | None = None
     stopped: bool = False
@@ -129,7 +129,7 @@ class TaskState:
     is_running: bool = False
     """Whether the task has a process or its process is being started."""
     failed_alone: Failure | None = None
-    """Failure for which the launcher kills only this task, or None."""
+    """Failure for which the launcher kills only this task, or `None`."""
 
     def record(self, **changes: Any) -> None:
         """Update the record of the current process."""
@@ -160,7 +160,7 @@ class JobState:
     grace_s: float
     """Seconds a task has to exit before it is killed."""
     min_workers: int | None = None
-    """Number of workers that a ps job needs before its first step (None: all)."""
+    """Number of workers that a ps job needs before its first step (`None`: all)."""
     policy: RestartPolicy
     """Restart policy of the job, which also counts the restarts of earlier attempts."""
     watchdog: Watchdog
@@ -170,7 +170,7 @@ class JobState:
     started_s: float = field(init=False)
 
     step: int | None = None
-    """Highest step that any task has reported (None before training)."""
+    """Highest step that any task has reported (`None` before training)."""
     first_step_s: float | None = None
     """Time at which the first step of this attempt finished."""
     hang: PendingHang | None = None

@@ -238,7 +238,7 @@ class _KerasFinder:
         self._task, self._claim = task, claim
 
     def find_spec(self, name: str, *where: object) -> ModuleSpec | None:
-        """Return the spec of a module of `_TRAINING`, or None for any other module."""
+        """Return the spec of a module of `_TRAINING`, or `None` for any other module."""
         if name not in _TRAINING:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
@@ -293,14 +293,14 @@ def print_stacks_on_request() -> None:
 
 
 def steps_done() -> int | None:
-    """Return this process's finished steps, or None before training."""
+    """Return this process's finished steps, or `None` before training."""
     phases = _phases()
     step = None if phases is None else phases.current().step
     return None if step is None else int(step)
 
 
 def _phases() -> ModuleType | None:
-    """Return `tfdist.phases`, or None unless the program has finished importing it."""
+    """Return `tfdist.phases`, or `None` unless the program has finished importing it."""
     module = sys.modules.get("tfdist.phases")
     return module if hasattr(module, "entered") else None
 

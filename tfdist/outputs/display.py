@@ -235,7 +235,7 @@ def draw_plot(
 ) -> Path | None:
     """Plot the lines of `metrics.jsonl` to a PNG file and return its path.
 
-    Logs the reason and returns None if matplotlib is not installed or no line was written.
+    Logs the reason and returns `None` if matplotlib is not installed or no line was written.
     """
     if not lines:
         logger.info("no plot: no virtual epoch has finished")

@@ -106,7 +106,7 @@ class RunDirectory:
             self.path.rmdir()  # fails, as intended, if it has other files
 
     def read_config(self) -> dict[str, Any] | None:
-        """Return the configuration of the run that owns the directory, None without an owner."""
+        """Return the configuration of the run that owns the directory, `None` without an owner."""
         config = read_json(self.config_file)
         return config and {key: config[key] for key in config if key not in _REMOVED_FIELDS}
 
@@ -116,7 +116,7 @@ class RunDirectory:
             write_text(self.summary_file, to_json(summary, indent=1) + "\n")
 
     def read_summary(self) -> dict[str, Any] | None:
-        """Return the summary, or None if it is not written yet."""
+        """Return the summary, or `None` if it is not written yet."""
         return read_json(self.summary_file)
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
@@ -250,7 +250,7 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert `value` to JSON types: NumPy scalars to numbers, non-finite numbers to None."""
+    """Convert `value` to JSON types: NumPy scalars to numbers, non-finite numbers to `None`."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

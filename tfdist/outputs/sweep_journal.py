@@ -100,7 +100,7 @@ class Trial:
     run: str
     """Name of its run's directory under `trials/`, shared with the trial that it continues."""
     until: int | None = None
-    """Virtual epoch after which the trial pauses, None if it runs to its end."""
+    """Virtual epoch after which the trial pauses, `None` if it runs to its end."""
     status: Status = WAITING
     starts: int = 0
     """Number of starts of its job, also by earlier chiefs."""
@@ -119,13 +119,13 @@ class Trial:
     began_at: float | None = None
     ended_at: float | None = None
     started_at: float | None = None
-    """Time of its last start, None while it does not run."""
+    """Time of its last start, `None` while it does not run."""
     ran_s: float = 0.0
     """Total run time of its ended jobs in seconds."""
     asked: Mapping[str, Any] | None = None
-    """Values requested by its program, including fixed ones, None if not known yet."""
+    """Values requested by its program, including fixed ones, `None` if not known yet."""
     measured_by: tuple[str, ...] | None = None
-    """Trials that were completed at the first start of this trial, None before the start."""
+    """Trials that were completed at the first start of this trial, `None` before the start."""
 
     @property
     def is_over(self) -> bool:
@@ -133,7 +133,7 @@ class Trial:
 
     @property
     def seconds(self) -> float | None:
-        """Return the total run time of its jobs, None until the trial has ended."""
+        """Return the total run time of its jobs, `None` until the trial has ended."""
         return None if self.began_at is None or self.ended_at is None else self.ran_s
 
     @property
@@ -150,11 +150,11 @@ class SweepState:
     begun: Mapping[str, Any] = field(default_factory=dict)
     trials: dict[str, Trial] = field(default_factory=dict)
     finished: str | None = None
-    """Reason for the end of the sweep, None while it runs."""
+    """Reason for the end of the sweep, `None` while it runs."""
     is_complete: bool = False
     """Whether the sweep ended because all trials were done."""
     retrained: str | None = None
-    """Trial with the values for the final training, None if there is no final training."""
+    """Trial with the values for the final training, `None` if there is no final training."""
 
     def apply(self, line: Mapping[str, Any]) -> None:
         """Apply one line of the journal."""

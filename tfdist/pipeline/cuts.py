@@ -300,7 +300,7 @@ def has_mask(tensor: Any) -> bool:
 
 
 def _graph_inside(operation: Any) -> Any:
-    """Return the functional model that a model's call computes, None if there is none."""
+    """Return the functional model that a model's call computes, `None` if there is none."""
     if getattr(type(operation), "call", None) is keras.Sequential.call:
         return getattr(operation, "_functional", None)
     has_graph = getattr(type(operation), "call", None) is Functional.call
@@ -368,7 +368,7 @@ def _says_more(name: str, value: Any) -> bool:
 
 
 def _inputs_of_call(inner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """Return the flat inputs of a model's call, None if the call has other arguments."""
+    """Return the flat inputs of a model's call, `None` if the call has other arguments."""
     flat = keras.tree.flatten(list(args))
     plain = len(args) == 1 and not any(_says_more(k, v) for k, v in kwargs.items())
     plain = plain and len(flat) == len(inner.inputs)

@@ -162,7 +162,7 @@ class Stage:
     def take_sums(self) -> list[tf.Tensor | None]:
         """Return the sum of the gradients of each trainable variable, and reset the sums.
 
-        The sum is None if no loss depends on the variable.
+        The sum is `None` if no loss depends on the variable.
         """
         return [total for segment in self.segments for total in segment.take_sums()]
 
@@ -455,7 +455,7 @@ def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:
 
 
 class StageLinks:
-    """Links to the previous stage (None in the first) and the next stage (None in the last)."""
+    """Links to the previous stage (`None` in the first) and the next stage (`None` in the last)."""
 
     def __init__(self, before: StageLink | None, after: StageLink | None) -> None:
         self.before, self.after = before, after

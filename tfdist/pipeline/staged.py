@@ -53,7 +53,7 @@ _NAME = "_tfdist_stages"
 _OWN = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
 FirstBatch = Callable[[], Any] | None
-"""Function that returns the first batch without side effects, None if no step follows."""
+"""Function that returns the first batch without side effects, `None` if no step follows."""
 
 
 class StagedModel:

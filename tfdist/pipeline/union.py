@@ -157,7 +157,7 @@ def _optimizers(model: keras.Model) -> Iterator[Any]:
 
 
 def _by_variable(optimizer: Any) -> Iterator[list[Any]]:
-    """Yield the optimizer's lists with a slot or None for each trainable variable."""
+    """Yield the optimizer's lists with a slot or `None` for each trainable variable."""
     trainable = optimizer._trainable_variables
     for slots in vars(optimizer).values():
         if (

@@ -56,7 +56,7 @@ class UpdateCounts:
             self.each[place] += 1
 
     def value(self, variable: Variable) -> tf.Tensor | None:
-        """Return a count in this step. Return None for other variables and in an update."""
+        """Return a count in this step. Return `None` for other variables and in an update."""
         place, in_update = self._place(variable), distribute_lib.get_update_replica_id() is not None
         if place is None or (in_update and not self._also_in_updates):
             return None

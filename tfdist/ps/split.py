@@ -33,7 +33,7 @@ class _Step:
       graph: Graph of the step.
       firsts: First value read. Tapes identify a variable by this tensor. Later values derive from
         it, so that its gradient includes all reads.
-      wholes: Current value in the step's graph. None after a write in a condition: then each read
+      wholes: Current value in the step's graph. `None` after a write in a condition: then each read
         concatenates the parts again, until the next read in the step's graph.
     """
 

@@ -194,7 +194,7 @@ class WorkerPool:
         return False
 
     def _take(self, incarnation: WorkerIncarnation) -> WorkUnit | None:
-        """Wait for the next work unit and return it, or None after the pool has failed."""
+        """Wait for the next work unit and return it, or `None` after the pool has failed."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (

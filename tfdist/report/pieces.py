@@ -267,7 +267,7 @@ def parallel_coordinates(
 ) -> str:
     """Return parallel coordinates. The first (best) line is thick, and worse lines are fainter.
 
-    A line has a height for each axis, or None if it has no value there.
+    A line has a height for each axis, or `None` if it has no value there.
     """
     width, height, top, bottom = max(400.0, 150.0 * len(axes)), 280.0, 40.0, 16.0
     step = (width - 150) / max(1, len(axes) - 1)
@@ -338,7 +338,7 @@ def pairs(items: Mapping[str, str]) -> str:
 
 
 def code(value: Any) -> str:
-    """Return a value as HTML, or an empty text for None."""
+    """Return a value as HTML, or an empty text for `None`."""
     return f"<code>{escape(known)}</code>" if (known := text(value)) else ""
 
 

@@ -24,7 +24,7 @@ _CHECKPOINT = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSpan:
-    """One process of a task. Times are seconds since the epoch, or None if unknown."""
+    """One process of a task. Times are seconds since the epoch, or `None` if unknown."""
 
     task: str
     host: str
@@ -160,7 +160,7 @@ class Run:
         return found if any(math.isfinite(value) for _, value in found) else []
 
     def last(self, name: str) -> float | None:
-        """Return the last value of a metric, NaN if it is not finite, None without values."""
+        """Return the last value of a metric, NaN if it is not finite, `None` without values."""
         points = self.points(name)
         return points[-1][1] if points else None
 

@@ -246,7 +246,7 @@ class Dispatcher:
         return [link for link in self.links.values() if link.id in self.replicas]
 
     def _quarantine(self) -> ReplicaLink | None:
-        """Return the replica that runs only retries, or None."""
+        """Return the replica that runs only retries, or `None`."""
         serving = self._serving()
         alone = next((link for link in serving if link.alone), None)
         if alone or not self._suspects:

@@ -569,7 +569,7 @@ def read_model(
 
 
 def newest_in(source: Path, *, best: bool = False) -> str | None:
-    """Return an identifier of a source's newest (or best) model, or None if there is no model."""
+    """Return an identifier of a source's newest (or best) model, or `None` if there is no model."""
     if source.suffix == ".keras":
         with contextlib.suppress(FileNotFoundError):
             return f"{source.stat().st_ino}:{source.stat().st_mtime_ns}"

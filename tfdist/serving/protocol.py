@@ -169,7 +169,7 @@ class Target:
 
 
 def version_number(text: str) -> int | None:
-    """Return the version number in a text, or None if the text is not a non-negative int64."""
+    """Return the version number in a text, or `None` if the text is not a non-negative int64."""
     number = int(text) if re.fullmatch("[0-9]{1,255}", text) else -1
     return number if 0 <= number < 1 << 63 else None
 
@@ -182,7 +182,7 @@ _READ = re.compile(f"(?i:{_MODEL})(?:/(metadata))?")
 def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
     """Return the model that an HTTP request names, and the kind of the request.
 
-    The kind is None for a request for the versions' states. Raises RequestError for other
+    The kind is `None` for a request for the versions' states. Raises RequestError for other
     addresses, as TensorFlow Serving does.
     """
     pattern = {"POST": _CALL, "GET": _READ}.get(method)

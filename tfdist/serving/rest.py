@@ -143,7 +143,7 @@ def require_fit(shape: Sequence[int], spec: TensorSpec, name: str) -> None:
 
 
 def _converted(value: Any, dtype: np.dtype[Any], has_others: bool) -> np.ndarray | None:
-    """Return nested lists as an array, or None if they are ragged or of another type.
+    """Return nested lists as an array, or `None` if they are ragged or of another type.
 
     With `has_others`, the function first rejects bools and strings. NumPy would convert bools to
     numbers and pad each string to the longest one.
@@ -188,7 +188,7 @@ def _has_only(kinds: tuple[type, ...], value: Any) -> bool:
 
 
 def _text(value: Any) -> np.ndarray | None:
-    """Return nested strings and ``{"b64": ...}`` objects as an array of bytes, or None."""
+    """Return nested strings and ``{"b64": ...}`` objects as an array of bytes, or `None`."""
     array = np.array(value, object)
     flat = array.reshape(-1)
     for at, leaf in enumerate(flat):

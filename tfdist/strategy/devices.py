@@ -97,7 +97,7 @@ def replica_devices(count: int | None) -> list[str]:
 
 
 def server_of(variable: Any) -> int | None:
-    """Return the index of the ps that holds a variable, None if no ps holds the variable."""
+    """Return the index of the ps that holds a variable, `None` if no ps holds the variable."""
     device = tf.DeviceSpec.from_string(variable.device or "")
     return device.task if device.job == "ps" else None
 

@@ -75,7 +75,7 @@ def broadcast(value: Any = None) -> Any:
 
 
 def _own_job(collective: str) -> Job | None:
-    """Return the job of this process, None in a single process."""
+    """Return the job of this process, `None` in a single process."""
     job = current_job()
     config = read_environment(os.environ) if job is None else None
     if config is not None and resolved_kind(config).has_collectives:
@@ -172,7 +172,7 @@ def rows_of_all_tasks(
 
     Args:
       job: Job of this task.
-      rows: This task's rows, or None. All tasks use the same type and row shape.
+      rows: This task's rows, or `None`. All tasks use the same type and row shape.
       rank: Number of dimensions of `rows`.
       of: Description of the rows (see `sum_over_tasks`).
 
@@ -337,7 +337,7 @@ def mark(variable: Any, part: VariablePart) -> None:
 
 
 def part_of(variable: Any) -> VariablePart | None:
-    """Return the part that a variable holds, None for a whole variable."""
+    """Return the part that a variable holds, `None` for a whole variable."""
     return getattr(variable, _MARK, None)
 
 

@@ -26,9 +26,9 @@ class Job:
     Attributes:
       strategy: TensorFlow strategy of the model's variables.
       kind: Kind of the strategy, one of `KINDS`.
-      config: Decoded TF_CONFIG, None for a single process.
-      ring: Ring that sums gradients over the workers, None if TensorFlow's collectives do.
-      stages: Place in the pipeline, None in other jobs.
+      config: Decoded TF_CONFIG, `None` for a single process.
+      ring: Ring that sums gradients over the workers, `None` if TensorFlow's collectives do.
+      stages: Place in the pipeline, `None` in other jobs.
     """
 
     strategy: tf.distribute.Strategy
@@ -117,7 +117,7 @@ def remember(job: Job) -> Job:
 
 
 def current_job() -> Job | None:
-    """Return the job that `make_strategy` set up in this process, None before that."""
+    """Return the job that `make_strategy` set up in this process, `None` before that."""
     return _made[0] if _made else None
 
 

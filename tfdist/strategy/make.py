@@ -152,7 +152,7 @@ def _resolve(strategy: str, config: TaskConfig | None, placement: Mapping[str, s
 
 
 def _options(config: TaskConfig | None, **given: Any) -> JobOptions:
-    """Return the job's options, overridden by the `given` values that are not None."""
+    """Return the job's options, overridden by the `given` values that are not `None`."""
     given = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(config.options if config else JobOptions(), **given)
 

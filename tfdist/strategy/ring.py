@@ -386,7 +386,7 @@ def connect(
 ) -> tuple[socket.socket, socket.socket] | None:
     """Return the connections to the next worker and the previous worker. A collective.
 
-    The last worker connects to the first. Return None in every worker if a worker cannot connect.
+    The last worker connects to the first. Return `None` in every worker if a worker cannot connect.
 
     Args:
       rank: Rank of this worker, from 0.
@@ -394,7 +394,7 @@ def connect(
       names: Names of all workers for messages.
       total: Function that sums an int32 vector over the workers. A collective.
       timeout_s: Seconds to wait for both neighbours.
-      ports: Ports to listen at for other machines, None for any free port.
+      ports: Ports to listen at for other machines, `None` for any free port.
       stride: Distance in ranks to the next worker (default: 1).
     """
     size, secret = len(addresses), secrets.token_bytes(_SECRET_BYTES)
@@ -434,7 +434,7 @@ def connect(
 
 
 def _listen_for_others(ports: range | None, *, only_local: bool = False) -> socket.socket | None:
-    """Listen for workers in other network namespaces or machines, None if no port is free."""
+    """Listen for workers in other network namespaces or machines, `None` if no port is free."""
     for port in ports or (0,):
         with contextlib.suppress(OSError):
             return listen(port, only_local=only_local)
@@ -503,7 +503,7 @@ def accepted(
 
 
 def _next_client(listener: socket.socket) -> socket.socket | None:
-    """Accept a connection. Return None if the client disconnected or no descriptor is free."""
+    """Accept a connection. Return `None` if the client disconnected or no descriptor is free."""
     try:
         client = listener.accept()[0]
     except OSError:

@@ -40,7 +40,7 @@ class PipelineOptions:
     """Options that divide a model into stages and a batch into micro-batches.
 
     Attributes:
-      split_size: Most examples in a micro-batch. None makes four micro-batches for each stage.
+      split_size: Most examples in a micro-batch. `None` makes four micro-batches for each stage.
         ``auto`` tries a few sizes at the first step and uses the fastest.
       schedule: ``1f1b``, ``gpipe``, or ``serial`` (one micro-batch at a time).
       keep: ``tape`` keeps the activations of unfinished micro-batches. ``recompute`` computes them
@@ -68,7 +68,7 @@ class Choices:
 
     Attributes:
       cuts: Nodes of the model's graph after which a stage ends, by `cut_key`.
-      split_size: Most examples in a micro-batch, None if not chosen.
+      split_size: Most examples in a micro-batch, `None` if not chosen.
       counted: True to choose by counted work, which is deterministic. False to choose by time.
       files: Files in which the chief saves the choices before their first use.
     """
@@ -139,11 +139,11 @@ class Stages:
       count: Number of stages.
       names: Names of the pipeline's tasks, by stage.
       options: Options given to `make_strategy`.
-      before: Connection to the previous stage, None in the first stage.
-      after: Connection to the next stage, None in the last stage.
+      before: Connection to the previous stage, `None` in the first stage.
+      after: Connection to the next stage, `None` in the last stage.
       pipeline: Index of this task's pipeline.
       pipelines: Number of pipelines in the job.
-      peers: Ring over the same stage of all pipelines, None if there is only one pipeline.
+      peers: Ring over the same stage of all pipelines, `None` if there is only one pipeline.
       chosen: Automatic choices of the job.
     """
 
@@ -162,7 +162,7 @@ class Stages:
 def join(
     config: TaskConfig, options: PipelineOptions, *, timeout_s: float, ports: range | None
 ) -> tuple[Stages, Ring | None]:
-    """Return this task's place and its ring (None in a job of one task). A collective.
+    """Return this task's place and its ring (`None` in a job of one task). A collective.
 
     Raises:
       StartupTimeout: a task did not start in time, or a task cannot reach its neighbour.

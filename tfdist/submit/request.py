@@ -69,7 +69,7 @@ class Volume(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """A job to submit. `flags` has the values of all flags (None or [] if not given).
+    """A job to submit. `flags` has the values of all flags (`None` or [] if not given).
 
     Raises:
         UsageError: A value is invalid for every scheduler.
@@ -129,7 +129,7 @@ class JobRequest:
 
     @property
     def memory_mib(self) -> int | None:
-        """Return the MiB of ``16G``, ``16Gi`` or ``512M`` for each task, None without a limit."""
+        """Return the MiB of ``16G``, ``16Gi`` or ``512M`` for each task, `None` without a limit."""
         if not (text := self.flags.memory):
             return None
         number = text.rstrip("MGTiB")
@@ -192,7 +192,7 @@ class JobRequest:
 
 
 def parse(argv: Sequence[str]) -> JobRequest | None:
-    """Return the job of a command line, or None if it asks for the help text.
+    """Return the job of a command line, or `None` if it asks for the help text.
 
     Raises:
         UsageError: A flag is unknown, has no value, or does not apply to this scheduler.

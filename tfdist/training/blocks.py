@@ -82,7 +82,7 @@ class Decision:
     Attributes:
       last: first step after the block, set by the chief.
       stop: True if a callback of some task requests a stop.
-      signum: signal that requested a stop in some task, or None.
+      signum: signal that requested a stop in some task, or `None`.
       save: True if a time-based backup of the chief is due after the block.
       learning_rate: learning rate of the chief; NaN if it cannot be set.
     """
@@ -242,7 +242,7 @@ def naming_bad_data(feed: Any) -> Iterator[None]:
 
 
 def _bad_data(error: tf.errors.OpError) -> UsageError | None:
-    """Return an error about the data, or None if the error has another cause."""
+    """Return an error about the data, or `None` if the error has another cause."""
     text = str(error)
     if isinstance(error, tf.errors.OutOfRangeError):
         return UsageError(

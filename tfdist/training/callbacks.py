@@ -6,7 +6,7 @@ callback that needs every batch forces blocks of one step, which are slower. A t
 set three class attributes. ``once_a_range = True``: its hooks need only the last batch of a block.
 ``chief_only = True``: it runs only on the chief. ``wants_block_logs = True``: it reads the logs of
 blocks. Its method ``next_step(step)`` returns the next step after `step` at which a block must end,
-or None. The engine calls ``resumed_at(step)`` with the first step of a resumed run.
+or `None`. The engine calls ``resumed_at(step)`` with the first step of a resumed run.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def wants_logs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
 
 
 def steps_to_save(callback: keras.callbacks.Callback) -> int | None:
-    """Return the steps until a ModelCheckpoint that counts steps saves next, else None."""
+    """Return the steps until a ModelCheckpoint that counts steps saves next, else `None`."""
     if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.save_freq == "epoch":
         return None
     return max(1, int(callback.save_freq) - int(callback._batches_seen_since_last_saving))

@@ -209,7 +209,7 @@ class Evaluator(keras.callbacks.Callback):
       monitor: metric that selects the best checkpoint (default: "val_loss").
       mode: "min", "max", or "auto" to choose by the metric's name (default: "auto").
       patience: number of consecutive checkpoints without improvement after which the evaluator
-        requests a stop (default: None, never).
+        requests a stop (default: `None`, never).
       min_delta: smallest change that counts as an improvement (default: 0.0).
     """
 
@@ -253,7 +253,7 @@ class Evaluator(keras.callbacks.Callback):
 def evaluator_of(
     callbacks: Any, *, job: Job, validation_data: Any, is_dev_run: bool = False
 ) -> Evaluator | None:
-    """Return the evaluator's settings, or None in a job without an evaluator.
+    """Return the evaluator's settings, or `None` in a job without an evaluator.
 
     Raises:
       UsageError: validation data or a backup is missing, or a callback monitors a `val_` metric.

@@ -49,7 +49,7 @@ class Part(NamedTuple):
       share: batch fraction, count / examples of the step, scalar float32.
       count: number of examples without padding, scalar int64.
       examples: if the feed records, the indices of the examples and their passes over the data,
-        int64 ``[max(count, 1)]`` both, else None.
+        int64 ``[max(count, 1)]`` both, else `None`.
     """
 
     data: Any
@@ -81,9 +81,9 @@ class Order:
     """Order of a run's examples.
 
     Attributes:
-      examples: number of examples to use from the start of the data, or None if it is unknown.
+      examples: number of examples to use from the start of the data, or `None` if it is unknown.
       shuffle: True to shuffle in a different order in each pass.
-      batches: number of ready-made batches to use, or None for all (default: None).
+      batches: number of ready-made batches to use, or `None` for all (default: `None`).
     """
 
     examples: int | None
@@ -100,7 +100,7 @@ class Feed(abc.ABC):
       order: order of the examples.
       seed: seed of the order and the transforms.
       batch_spec: nest of `tf.TensorSpec` of a batch, used to build the model.
-      rows: rows of the first batch if replicas divide ready-made batches, else None.
+      rows: rows of the first batch if replicas divide ready-made batches, else `None`.
       may_be_empty: True if a replica's batch fraction of some step can be empty.
       direct: True if the compiled step makes its batch with `at`, False if it reads batches from
         `iterator`.
@@ -110,7 +110,7 @@ class Feed(abc.ABC):
       digests: digests by step of batches that several tasks read fully and compare.
       digests_cover_inputs: False if inputs may differ between tasks, as with augmentation.
       ends: batch counts of the run at which a pass ended, for data of unknown length that several
-        tasks read fully and compare, else None.
+        tasks read fully and compare, else `None`.
       failure: exception of Python code that reads data (TensorFlow reports only its text).
     """
 
@@ -189,7 +189,7 @@ class Feed(abc.ABC):
         self._next_step = step
 
     def batches_read(self) -> int | None:
-        """Return the number of batches that this task has read, or None if it is not counted."""
+        """Return the number of batches that this task has read, or `None` if it is not counted."""
         return None
 
     def take_seed_from_a_variable(self) -> None:

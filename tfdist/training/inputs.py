@@ -146,7 +146,7 @@ def _checked_source(source: Source, *, job: Job, shuffle: bool) -> Source:
 
 
 def _preprocessing_of(model: keras.Model | None) -> Callable[..., Any] | None:
-    """Return the preprocessing of a KerasHub model's `fit`, or None."""
+    """Return the preprocessing of a KerasHub model's `fit`, or `None`."""
     if model is None or not is_own(model, "fit") or getattr(model, "preprocessor", True) is None:
         return None
     return getattr(model, "preprocess_samples", None)
@@ -212,7 +212,7 @@ def _require_enough(batch: int, job: Job) -> None:
 
 
 def _require_class_weight(class_weight: Any) -> None:
-    """Raise UsageError unless the argument is None or a dict of class numbers."""
+    """Raise UsageError unless the argument is `None` or a dict of class numbers."""
     classes = class_weight if isinstance(class_weight, dict) else ()
     require(
         class_weight is None
@@ -267,7 +267,7 @@ _COUNTING = (
 
 
 def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[int, int | None]:
-    """Return the number of examples of a global batch, and of one pass (None if unknown).
+    """Return the number of examples of a global batch, and of one pass (`None` if unknown).
 
     Data by index use the requested batch size. Ready-made batches keep their size, and a smaller
     last batch counts as full.
@@ -295,7 +295,7 @@ def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[i
 
 
 def _counted(source: StreamSource, length: Length, *, job: Job, seed: int) -> int | None:
-    """Return the number of a stream's batches in an epoch, or None if it is not needed.
+    """Return the number of a stream's batches in an epoch, or `None` if it is not needed.
 
     This reads the stream once, up to the used length and like the run. It may fill a cache.
     """

@@ -37,7 +37,7 @@ class Kept:
 
 
 def key_of(model: keras.Model, job: Job, run: Run, data: Any, *others: Any) -> Sequence[Any] | None:
-    """Return all that a program depends on, None for a fit whose program is not kept."""
+    """Return all that a program depends on, `None` for a fit whose program is not kept."""
     settings = dataclasses.replace(run, seed=None)
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     arrays = all(isinstance(leaf, np.ndarray) for leaf in leaves)
@@ -51,7 +51,7 @@ def key_of(model: keras.Model, job: Job, run: Run, data: Any, *others: Any) -> S
 
 
 def kept_of(model: keras.Model, key: Sequence[Any] | None) -> Kept | None:
-    """Return the state kept by the last `fit` if its key is the same, else None."""
+    """Return the state kept by the last `fit` if its key is the same, else `None`."""
     kept: Kept | None = vars(model).get(_NAME)
     return kept if kept is not None and key is not None and kept.key == key else None
 

@@ -58,13 +58,13 @@ class RunPlan:
     Attributes:
       feed: training data, with the run's epochs.
       seed: seed of every random draw in the run.
-      validation: evaluation at the end of an epoch, or None.
+      validation: evaluation at the end of an epoch, or `None`.
       validation_freq: same as in `fit`.
       initial_epoch: same as in `fit`.
       callbacks: callbacks of the user.
       verbose: same as in `fit`.
       backups: callbacks that save and restore.
-      saved: state from which the first backup resumes, or None for a new run.
+      saved: state from which the first backup resumes, or `None` for a new run.
       run: settings of the run.
       observers: callbacks that observe steps.
     """

@@ -34,7 +34,7 @@ class MetricsFile(keras.callbacks.Callback):
       initial_epoch: same as in `fit` (default: 0).
 
     Attributes:
-      first_step: first step of this process, None before it is known.
+      first_step: first step of this process, `None` before it is known.
       step: number of steps done in the run.
     """
 

@@ -318,7 +318,7 @@ def trace_step(
 ) -> tuple[keras_compat.StepTrace, Exception | None]:
     """Trace a step with `rows` rows on each replica, as if it were the only replica.
 
-    Does not run the step. Returns the first replica's trace, and its exception or None.
+    Does not run the step. Returns the first replica's trace, and its exception or `None`.
     `options` are options of `StepTrace`.
     """
     traces: dict[int, tuple[keras_compat.StepTrace, Exception | None]] = {}

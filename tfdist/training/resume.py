@@ -166,7 +166,7 @@ def kept_logs(logs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def logs_before_validation(saved: RunState | None) -> dict[str, Any] | None:
-    """Return the logs of an epoch with an interrupted validation, else None."""
+    """Return the logs of an epoch with an interrupted validation, else `None`."""
     logs = None if saved is None else saved.fingerprint.get(_KEY)
     if logs is None:
         return None

@@ -104,7 +104,7 @@ def _arguments(
 
 
 def _reason_for_keras(model: keras.Model, arguments: Mapping[str, Any]) -> str | None:
-    """Return why Keras' own loop runs a call in one process, or None if the engine runs it."""
+    """Return why Keras' own loop runs a call in one process, or `None` if the engine runs it."""
     callbacks = keras.tree.flatten(arguments.get("callbacks") or [])
     own = Run | BackupAndRestore | ModelCheckpoint | PublishModel
     if any(isinstance(c, own) for c in callbacks):

@@ -32,14 +32,14 @@ class Run(keras.callbacks.Callback):
     KerasTuner, KerasHub, MLflow and a user's own `fit` forward callbacks but no other arguments.
 
     Args:
-      virtual_epochs: length of the run in examples, instead of `epochs` (default: None).
+      virtual_epochs: length of the run in examples, instead of `epochs` (default: `None`).
       seed: seed of the example order, augmentation and Dropout. By default the chief draws it
         with Python's `random`, which `keras.utils.set_random_seed` seeds.
       overfit_batches: number of batches at the start of the data to overfit (default: all data).
       initial_weights: `.keras` or `.weights.h5` file, or checkpoint directory, to start from. See
         `tfdist.load_weights`. A resumed run continues with its own weights.
       max_staleness: maximum number of updates by other workers between a step's read of the
-        weights and its write (default: None, no limit). Applies to ps only.
+        weights and its write (default: `None`, no limit). Applies to ps only.
       sharded_optimizer: True to keep on each multiworker worker only its part of the optimizer's
         state. See the guide on training. With one worker this has no effect.
       fast_dev_run: True to test the program quickly, or a number of batches (True is 1). `fit` runs

@@ -38,7 +38,7 @@ def is_of_tracker(kind: type) -> bool:
 
 
 def package_of(callback: Any) -> str | None:
-    """Return the tracker package that defines the callback's class or a base class, or None."""
+    """Return the tracker package that defines the callback's class or a base class, or `None`."""
     kinds = [kind for kind in type(callback).__mro__ if is_of_tracker(kind)]
     return kinds[0].__module__.partition(".")[0] if kinds else None
 
@@ -254,7 +254,7 @@ def crossed(before: int, after: int, every: int) -> bool:
 
 
 def _steps_between_logs(package: str, inner: Any) -> int | None:
-    """Return the steps between logs of a tracker's callback, or None to log every block."""
+    """Return the steps between logs of a tracker's callback, or `None` to log every block."""
     every = None
     if package == "mlflow":
         every = getattr(inner, "log_every_n_steps", None)
@@ -286,7 +286,7 @@ def _watch_failures_of_mlflow(fail: Callable[[str, Exception], None]) -> None:
 
 
 def run_of(package: str) -> str | None:
-    """Return the id of the tracker's current run, or None."""
+    """Return the id of the tracker's current run, or `None`."""
     module: Any = sys.modules[package]
     if package == "mlflow":
         run = module.active_run()
@@ -345,7 +345,7 @@ def make_tracker(
     """Start a run of ``mlflow`` or ``wandb`` in the chief and return the tracker's callback.
 
     The tracker's own variables set the destination (MLFLOW_TRACKING_URI, WANDB_MODE). If the
-    tracker is not installed or fails to start, log one warning and return None.
+    tracker is not installed or fails to start, log one warning and return `None`.
     """
     try:
         make = _make_mlflow if name == "mlflow" else _make_wandb

@@ -440,14 +440,14 @@ def default_dir(tuner: Any) -> Path:
 
 
 def own_fit(tuner: Any) -> Callable[..., Any] | None:
-    """Return the user's `run_trial` or `fit`, or None if both are KerasTuner's."""
+    """Return the user's `run_trial` or `fit`, or `None` if both are KerasTuner's."""
     fits = (tuner.run_trial, getattr(tuner.hypermodel, "fit", None))
     own = (one for one in fits if one and not one.__module__.startswith("keras_tuner."))
     return next(own, None)
 
 
 def of_epochs(tuner: Any) -> str | None:
-    """Return the objective if only the epochs of a fit can report it, otherwise None."""
+    """Return the objective if only the epochs of a fit can report it, otherwise `None`."""
     objective = tuner.oracle.objective
     is_one = own_fit(tuner) is None and type(objective) is keras_tuner.Objective
     return str(objective.name) if is_one else None

@@ -59,10 +59,10 @@ class Sweep(ABC):
     """Sweep as requested: the search that chooses its trials, and the program that they run."""
 
     first_seed: int | None = None
-    """Seed of a new sweep if its description has no seed (default: None, draw a seed)."""
+    """Seed of a new sweep if its description has no seed (default: `None`, draw a seed)."""
     max_epochs: int | None = None
     """Virtual epochs of a whole run. A later trial can continue a shorter trial's directory.
-    None if the program ends each trial itself and each trial has a separate directory."""
+    `None` if the program ends each trial itself and each trial has a separate directory."""
     trackers: Collection[str] = ()
     """Packages of the experiment trackers that the trials log to."""
 
@@ -94,7 +94,7 @@ class Sweep(ABC):
         return ()
 
     def asked_for(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the trial's values that its program reads, or None if the trial reports them."""
+        """Return the trial's values that its program reads, or `None` if the trial reports them."""
         return None
 
     def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
@@ -207,7 +207,7 @@ def runner_of(
 
 
 def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | None:
-    """Return the hosts of the trials, or None if Ray chooses them."""
+    """Return the hosts of the trials, or `None` if Ray chooses them."""
     if options.on == "ray":
         return None
     if options.hosts is not None:
@@ -223,7 +223,7 @@ def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | N
 def _fork_template(
     options: RunOptions, program: TrialProgram, *, machine: Machine, environ: Mapping[str, str]
 ) -> ForkTemplate | None:
-    """Return the process that imports once for all trials, or None if GPUs make forks unsafe."""
+    """Return the process that imports once for all trials, or `None` if GPUs make forks unsafe."""
     if not options.is_here or program.imports is None or machine.gpus or machine.has_gpu_driver:
         return None
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as in the launcher

@@ -47,7 +47,7 @@ LEAST_EPOCHS = 2
 
 
 Medians = tuple[float | None, ...]
-"""Median of the other trials' averages so far, by virtual epoch, or None for too few trials."""
+"""Median of the other trials' averages so far, by virtual epoch, or `None` for too few trials."""
 
 
 def medians_of(others: Sequence[Sequence[float]]) -> Medians:
@@ -81,7 +81,7 @@ class Slot:
     number: int = 0
     """Number of the slot on its host, from 0. It selects the trial's share of the GPUs."""
     host: str | None = None
-    """Name of the host in ``--hosts``, or None on this machine."""
+    """Name of the host in ``--hosts``, or `None` on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +138,7 @@ class Assignment:
 
 
 def read_assignment(environ: Mapping[str, str]) -> Assignment | None:
-    """Return the trial assigned to this process, or None if no sweep started the process."""
+    """Return the trial assigned to this process, or `None` if no sweep started the process."""
     text = environ.get(TRIAL)
     return Assignment(**json.loads(text)) if text else None
 
@@ -154,9 +154,9 @@ class Completed:
     score: float
     best_virtual_epoch: int
     stopped_at: int | None = None
-    """Virtual epoch after which the early-stopping rule stopped the trial, or None."""
+    """Virtual epoch after which the early-stopping rule stopped the trial, or `None`."""
     hyperparameters: Mapping[str, Any] | None = None
-    """Hyperparameters that the program read, or None if the program did not report them."""
+    """Hyperparameters that the program read, or `None` if the program did not report them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +188,7 @@ class Goal:
     """Medians for the early-stopping rule."""
 
     def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the virtual epoch after which the trial should end, or None.
+        """Return the virtual epoch after which the trial should end, or `None`.
 
         A trial is hopeless if its best value so far is worse than the median of the others'
         averages so far. The rule overrides `until`, even if the trial has already run further.
@@ -206,7 +206,7 @@ class Goal:
 def outcome_of(
     goal: Goal, *, summary: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, Any]]
 ) -> Completed | Failed | None:
-    """Return the outcome of a trial that has reached its goal, otherwise None.
+    """Return the outcome of a trial that has reached its goal, otherwise `None`.
 
     A program can report a score itself, as the ``result`` in its summary.
     """
@@ -308,7 +308,7 @@ class TrialProgram:
     """Launcher flags in addition to the flags from the sweep's options."""
     imports: tuple[str, ...] | None = None
     """Modules to import once for all trials, in addition to TensorFlow and Keras.
-    None: each trial imports its modules itself."""
+    `None`: each trial imports its modules itself."""
     more_imports: tuple[str, ...] = ()
     """Further modules to import once. The fork server skips a module that cannot be imported."""
 
@@ -384,14 +384,14 @@ class LauncherRunner:
     timeout_s: float
     """Seconds in which a trial must complete a virtual epoch. Otherwise the trial fails."""
     elsewhere: TrialHosts | None = None
-    """Hosts of the trials. None: `launch_flags` select the machine (default: this one)."""
+    """Hosts of the trials. `None`: `launch_flags` select the machine (default: this one)."""
     passes_variables: bool = False
     """Whether to pass the names of variables to the launcher, for trials on other machines."""
     warm: ForkTemplate | None = None
-    """Process from which tasks are forked. None: each job imports its modules itself."""
+    """Process from which tasks are forked. `None`: each job imports its modules itself."""
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
-        """Return the outcome of a trial that has already reached its goal, otherwise None."""
+        """Return the outcome of a trial that has already reached its goal, otherwise `None`."""
         directory = RunDirectory(job.run_dir)
         return outcome_of(
             job.goal, summary=directory.read_summary(), metrics=directory.read_metrics()
@@ -454,7 +454,7 @@ class LaunchedTrial:
             self._start()
 
     def poll(self) -> Outcome | None:
-        """Return the trial's outcome, or None while the trial runs."""
+        """Return the trial's outcome, or `None` while the trial runs."""
         if self._process is None:
             return self._wait_for_directory()
         status = self._process.poll()
@@ -467,7 +467,7 @@ class LaunchedTrial:
         return self._outcome(status)
 
     def stop(self) -> None:
-        """Tell the trial to save and exit. `poll` returns None until the trial has exited."""
+        """Tell the trial to save and exit. `poll` returns `None` until the trial has exited."""
         self._is_unwanted = True
         self._end()
 
@@ -555,7 +555,7 @@ class LaunchedTrial:
             os.kill(self._process.pid, signum)
 
     def _read_report(self) -> dict[str, Any] | None:
-        """Return the content of report.json, or None if it cannot be read."""
+        """Return the content of report.json, or `None` if it cannot be read."""
         with contextlib.suppress(TfdistError):
             return read_json(self._job.run_dir / "report.json")
         return None

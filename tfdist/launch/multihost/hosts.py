@@ -126,7 +126,7 @@ def decided_group(
     """Return the options completed with the number of workers, and the group of hosts.
 
     The hosts are listed in --hosts, or are the nodes of a Slurm allocation or a Ray cluster. The
-    group is None if this machine is the only host.
+    group is `None` if this machine is the only host.
 
     Raises:
         UsageError: The numbers of tasks and hosts do not fit, or there is no allocation.
@@ -331,7 +331,7 @@ def is_own_address(host: str) -> bool:
 
 
 def _address_towards(other: str) -> str | None:
-    """Return the local address of the route to `other`, None if `other` is on loopback."""
+    """Return the local address of the route to `other`, `None` if `other` is on loopback."""
     try:
         family, (address, _) = resolve(other, _ANY_PORT)
         if ipaddress.ip_address(address).is_loopback:

@@ -67,7 +67,7 @@ class Team:
         return self._group.hosts[rank]
 
     def gather(self) -> int | None:
-        """Wait until all hosts are ready. Return the signal of a stop request meanwhile, or None.
+        """Wait until all hosts are ready. Return the signal of a stop request meanwhile, or `None`.
 
         Raises:
             StartupTimeout: Too few hosts are ready in time. The message names the missing hosts.

@@ -265,7 +265,7 @@ def _summing_by_the_tape(
 
 
 def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor] | None:
-    """Return the tape's output gradients, or None if no target has a loss per example."""
+    """Return the tape's output gradients, or `None` if no target has a loss per example."""
     if not all(isinstance(target, tf.Tensor) for target in targets):
         return None
     what = "the gradient of a tensor"

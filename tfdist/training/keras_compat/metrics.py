@@ -131,7 +131,7 @@ def _noted_result(result: Callable[[], Any], trace: StepTrace) -> Any:
 
 
 def _formula(name: str, log: Any, trace: StepTrace) -> _Formula | None:
-    """Return the formula of a log that is computed from metrics, or None for other logs."""
+    """Return the formula of a log that is computed from metrics, or `None` for other logs."""
     tensor, sources = tf.convert_to_tensor(log), trace.sources or {}
     if not tf.is_symbolic_tensor(tensor):
         return None
@@ -220,7 +220,7 @@ def _is_partial(trace: StepTrace) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether an argument is None or one number."""
+    """Return whether an argument is `None` or one number."""
     if value is None or isinstance(value, bool | int | float | np.number):
         return True
     return (tf.is_tensor(value) or isinstance(value, Variable)) and value.shape.rank == 0

@@ -31,7 +31,7 @@ class BatchAxes:
 
     Attributes:
       are_wanted: Whether a loss of the step may have a batch axis.
-      shapes: Shapes of the losses for each of the two batch sizes. None before these traces.
+      shapes: Shapes of the losses for each of the two batch sizes. `None` before these traces.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class BatchAxes:
         self.shapes: Sequence[Sequence[tf.TensorShape]] | None = None
 
     def has_batch(self, number: int) -> bool | None:
-        """Return whether the loss of this number has a batch axis, or None if unknown."""
+        """Return whether the loss of this number has a batch axis, or `None` if unknown."""
         found = [shapes[number] for shapes in self.shapes or () if number < len(shapes)]
         ranks = {shape.rank for shape in found}
         if len(found) < 2 or len(ranks) > 1 or None in ranks:
@@ -62,7 +62,7 @@ class StepTrace:
       micros: Number of micro-batches in the step (default: 1).
       random_key: Key for all draws of the step, int32 [2] from (seed, step, replica).
       update_key: Key for draws in an optimizer's update, from (seed, step), so equal on all
-        replicas. None if there is only one replica.
+        replicas. `None` if there is only one replica.
       batch: Argument of the step function, a nest of tensors ``[examples, ...]``.
       fused: Whether layers use the fused kernels of `kernels` in this package.
       local: Values of variables that the step holds in tensors, by the variable's `id`.
@@ -70,12 +70,12 @@ class StepTrace:
       held: Values of variables that the step reads once and then reuses, by `id`.
       taken: Functions that return this update's part of summed gradients, by the sum's `id`.
       packed: Function that packs the pairs of gradients and variables for an update.
-      counts: Optimizers' update counts in this step. None to use the counts in the variables.
+      counts: Optimizers' update counts in this step. `None` to use the counts in the variables.
       updated: Parts of variables that a sharded optimizer updates, in the order of its gradients.
       whole_sums: Names of operations that return sums over the batch, counted as sums.
       means: Names of operations that return losses. Weighted by batch fraction, they add up.
       sources: Functions that return whole metric values, by the name of the operation with the
-        step's value. None if the step's values are whole.
+        step's value. `None` if the step's values are whole.
       hides_sources: True if a condition, loop or function in the step has a metric's result.
       in_update: True while a metric is updated with numbers of the whole batch.
       layers: Holders of the losses that layers have added, by the `id` of the layer.
@@ -136,7 +136,7 @@ class StepTrace:
         return [part for part in flat if part is not None]
 
     def rows(self) -> int | None:
-        """Return the number of examples in the batch, or None if it is unknown until run time."""
+        """Return the number of examples in the batch, or `None` if it is unknown until run time."""
         shapes = [part.shape for part in tf.nest.flatten(self.batch) if part is not None]
         return shapes[0][0] if shapes and shapes[0].rank else None
 
@@ -145,7 +145,7 @@ _thread = threading.local()
 
 
 def current() -> StepTrace | None:
-    """Return the trace of this thread, or None outside a tfdist step."""
+    """Return the trace of this thread, or `None` outside a tfdist step."""
     return getattr(_thread, "trace", None)
 
 
@@ -198,7 +198,7 @@ class Replacement:
       name: Name of a method, property or function.
       instead: Function called while a step is traced, with the original, trace and arguments.
       issue: Link to the public issue, or to the line of released source if no issue exists.
-      anywhere: Whether `instead` also runs outside steps, with None as trace (default: False).
+      anywhere: Whether `instead` also runs outside steps, with `None` as trace (default: False).
     """
 
     owner: Any
