@@ -278,7 +278,8 @@ def test_stock_replicas_make_metrics_of_compile_of_their_own(strategies):
 
         strategies[2].run(in_replica)
 
-    for traced, error in ((False, "only supports singleton tf.Variables"), (True, "metrics: the metrics of compile are not built")):
+    not_built = "metrics: the metrics of compile are not built"
+    for traced, error in ((False, "only supports singleton tf.Variables"), (True, not_built)):
         with pytest.raises(ValueError, match=error):
             tf.function(functools.partial(built, traced=traced), autograph=False)()
 
@@ -373,6 +374,22 @@ OF_OTHER_WORKERS = {
 def test_stock_loss_scaling_does_not_know_of_other_workers(target):
     compute, stock, mine = OF_OTHER_WORKERS[target]
     assert (compute(traced=False), compute(traced=True)) == (stock, mine)
+
+
+@shows("LossScaleOptimizer._common_apply")
+def test_stock_loss_scaling_hides_the_kind_of_an_error(monkeypatch):
+    def refuse(*args):
+        raise tfdist.UsageError("optimizer", "it is refused", fix="use another optimizer")
+
+    class Refused(keras.optimizers.SGD):
+        update_step = refuse
+
+    monkeypatch.setattr(ps_compat, "require_by_rows", refuse)
+    for traced, kind in ((False, RuntimeError), (True, tfdist.UsageError)):
+        weight = keras.Variable(np.zeros(7, "float32"))
+        step = stepping(keras.optimizers.LossScaleOptimizer(Refused(0.1)), weight, traced=traced)
+        with pytest.raises(kind, match="it is refused"):
+            step(tf.ones([7]))
 
 
 UPDATES = {
