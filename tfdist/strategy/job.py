@@ -36,6 +36,7 @@ class Job:
     config: TaskConfig | None = None
     ring: Ring | None = None
     stages: Stages | None = None
+    shards: int | None = None
 
     @property
     def has_peers(self) -> bool:
@@ -69,6 +70,8 @@ class Job:
     @property
     def num_replicas(self) -> int:
         """Number of devices that compute one step together, 1 under ps."""
+        if self.shards is not None:
+            return self.shards
         return self.strategy.num_replicas_in_sync if self.kind.is_synchronous else 1
 
     @property
@@ -98,6 +101,8 @@ class Job:
     @property
     def replica_ids(self) -> tuple[int, ...]:
         """Global ids of this task's replicas, in the order of its devices."""
+        if self.shards is not None:
+            return tuple(range(self.shards))
         if self.num_replicas == 1:
             return (0,)
         extended = self.strategy.extended

@@ -247,13 +247,15 @@ def run_replica(
     local: dict[int, tf.Tensor] | None = None,
     at_hook: Callable[[Sequence[Any]], None] | None = None,
     counts: UpdateCounts | None = None,
+    instead_of_update: Callable[[Any, list[Any], Any], None] | None = None,
 ) -> Any:
     """Run one step on one replica, in its context, and return the step function's result.
 
     Logs are returned as this replica's term of a sum over the replicas.
     `local` maps the `id` of a variable to a value that the step keeps private: reads and writes of
     the variable use that value. `at_hook` is called with the gradients at the gradient hook.
-    `counts` holds the optimizers' update counts.
+    `counts` holds the optimizers' update counts. `instead_of_update` gets each optimizer with its
+    weighted gradients and variables, and the step does not apply them.
     """
     share = part.share
     if program.feed.counts_fractions and num_replicas > 1:
@@ -271,10 +273,11 @@ def run_replica(
         local=local or {},
         at_hook=at_hook,
         counts=counts,
+        instead_of_update=instead_of_update,
         batch_axes=program.batch_axes,
         sources={} if program.keep_logs and (num_replicas > 1 or local is not None) else None,
     )
-    guarded = [v.value for v in program.metrics] if program.feed.may_be_empty else []
+    guarded = [v.value for v in program.metrics] if program.feed.may_be_empty and local is None else []
     before = [tf.identity(v) for v in guarded]
     with keras_compat.tracing(trace):
         outputs = program.function(part.data)

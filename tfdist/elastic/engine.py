@@ -1,0 +1,182 @@
+"""Engine of elastic jobs: a step is a sum over a fixed number of shards of the batch.
+
+A step has two compiled functions. The first one computes a shard's part of the step and changes no
+variable: gradients, statistics, metric totals and logs. The second one updates the variables from
+the sums over all shards. Between them, the members add the parts in one order, a binary tree over
+the shards. The sums therefore do not depend on the member that computed a shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.elastic.shards import tree_sum
+from tfdist.errors import UsageError, require
+from tfdist.strategy import Job
+from tfdist.training.engines import SynchronousEngine
+from tfdist.training.feed import Part
+from tfdist.training.keras_compat import StepTrace, compiled, random_key, tracing
+from tfdist.training.program import StepProgram, as_number, run_replica
+
+
+class ElasticEngine(SynchronousEngine):
+    """Runs each step as a sum over the shards of its batch."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._programs: dict[StepProgram, _Shards] = {}
+
+    def run(
+        self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
+    ) -> dict[str, float]:
+        """Run the steps ``[first, last)``. A collective: every task calls it alike."""
+        shards = self._programs.get(program)
+        if shards is None:
+            shards = self._programs[program] = _Shards(program, self._job)
+        logs: dict[str, float] = {}
+        for step in range(first, last):
+            parts = [None] * len(self._job.replica_ids)
+            if not program.feed.direct:
+                parts = list(next(program.feed.iterator(step)))
+                self._advance(program, step, step + 1)
+            own = {
+                shard: shards.part(step, shard, part)
+                for shard, part in zip(self._job.replica_ids, parts, strict=True)
+            }
+            logs = shards.update(step, tree_sum(own, self._job.num_replicas))
+        return logs
+
+
+@dataclasses.dataclass(slots=True)
+class _Layout:
+    """Order of the arrays in a shard's part of a step.
+
+    Attributes:
+      optimizer: Optimizer that the step applies, `None` in an evaluation.
+      variables: Variables of the gradients, in their order.
+      has_gradient: Whether each variable has a gradient.
+      statistics: Variables that the step writes without an optimizer.
+      metrics: Variables of the metrics.
+      logs: Names of the logs.
+    """
+
+    optimizer: Any = None
+    variables: Sequence[Any] = ()
+    has_gradient: Sequence[bool] = ()
+    statistics: Sequence[Any] = ()
+    metrics: Sequence[Any] = ()
+    logs: Sequence[str] = ()
+
+
+class _Shards:
+    """The two compiled functions of a program."""
+
+    def __init__(self, program: StepProgram, job: Job) -> None:
+        self._program, self._job = program, job
+        self._layout = _Layout()
+        self._compute = compiled(self._part)
+        self._apply = compiled(self._update)
+
+    def part(self, step: int, shard: int, given: Part | None) -> list[np.ndarray[Any, Any]]:
+        """Return the arrays of a shard's part of a step."""
+        found = self._compute(tf.constant(step, tf.int64), tf.constant(shard, tf.int64), given)
+        return [np.asarray(memoryview(array)) for array in found]
+
+    def update(self, step: int, totals: Sequence[np.ndarray[Any, Any]]) -> dict[str, float]:
+        """Update the variables from the sums over all shards, and return the step's logs."""
+        logs = self._apply(tf.constant(step, tf.int64), [tf.constant(total) for total in totals])
+        return {name: as_number(value) for name, value in logs.items()}
+
+    def _part(self, step: tf.Tensor, shard: tf.Tensor, given: Part | None) -> list[tf.Tensor]:
+        """Compute a shard's part of a step; in graph."""
+        program, job = self._program, self._job
+        part = program.feed.at(step, shard)[0] if given is None else given
+        statistics = _statistics(program)
+        local = {id(v): tf.convert_to_tensor(v.value) for v in statistics}
+        before = dict(local)
+        local |= {id(v): tf.zeros(v.shape, v.dtype) for v in program.metrics}
+        layout = _Layout(metrics=list(program.metrics))
+        applied: list[tuple[Any, list[Any], Any]] = []
+        found: list[Any] = []
+
+        def in_replica() -> None:
+            found.append(
+                run_replica(
+                    program,
+                    part,
+                    step=step,
+                    replica=shard,
+                    num_replicas=job.num_replicas,
+                    local=local,
+                    instead_of_update=lambda *update: applied.append(update),
+                )
+            )
+
+        job.strategy.run(in_replica)
+        arrays: list[tf.Tensor] = []
+        if program.training:
+            require(
+                len(applied) == 1,
+                "train_step",
+                f"an elastic step applies {len(applied)} updates of optimizers instead of 1",
+                fix="apply one optimizer once in train_step, or start the job without --elastic",
+                code="elastic-step",
+            )
+            optimizer, grads, variables = applied[0]
+            layout.optimizer, layout.variables = optimizer, variables
+            layout.has_gradient = [grad is not None for grad in grads]
+            arrays += [tf.convert_to_tensor(grad) for grad in grads if grad is not None]
+        layout.statistics = [v for v in statistics if local[id(v)] is not before[id(v)]]
+        for variable in layout.statistics:
+            arrays.append(tf.cast(local[id(variable)], tf.float32) * part.share)
+        is_real = tf.cast(part.count > 0, tf.float32)
+        for variable in layout.metrics:
+            value = local[id(variable)]
+            arrays.append(value * tf.cast(is_real, value.dtype))
+        if program.keep_logs:
+            layout.logs = sorted(found[0])
+            arrays += [found[0][name] for name in layout.logs]
+        self._layout = layout
+        return arrays
+
+    def _update(self, step: tf.Tensor, totals: list[tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Update the variables; in graph."""
+        layout, rest = self._layout, iter(totals)
+
+        def in_replica() -> None:
+            if layout.optimizer is None:
+                return
+            grads = [next(rest) if has else None for has in layout.has_gradient]
+            trace = StepTrace(
+                num_replicas=self._job.num_replicas,
+                share=1.0,
+                examples=1,
+                random_key=random_key(self._program.seed, step=step, replica=0),
+                update_key=random_key(self._program.seed, step=step, replica=0),
+                in_hook=True,
+            )
+            with tracing(trace):
+                layout.optimizer.apply(grads, layout.variables)
+
+        self._job.strategy.run(in_replica)
+        for variable in layout.statistics:
+            variable.value.assign(tf.cast(next(rest), variable.dtype))
+        for variable in layout.metrics:
+            variable.value.assign_add(next(rest))
+        return {name: next(rest) for name in layout.logs}
+
+
+def _statistics(program: StepProgram) -> list[Any]:
+    """Return the variables that a step may write without an optimizer."""
+    model = getattr(program.function, "__self__", None)
+    metrics = {id(v) for v in program.metrics}
+    return [
+        v
+        for v in (model.non_trainable_variables if model is not None else ())
+        if id(v) not in metrics and tf.as_dtype(v.dtype).is_floating
+    ]
