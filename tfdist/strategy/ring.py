@@ -88,7 +88,7 @@ class Ring:
         Raises ConnectionError if a neighbour has exited or runs another sum. Raises RuntimeError
         if another thread of this worker runs a sum.
         """
-        chunks = _chunks(tuple(array.size for array in arrays), self._size, apart=False)
+        chunks = chunks_of(tuple(array.size for array in arrays), self._size, apart=False)
         with self._at_sum():
             self._agree(arrays, of)
             sums = self._scatter(arrays, chunks)
@@ -102,7 +102,7 @@ class Ring:
         more workers the order of additions differs, because each array is divided separately.
         Raises the errors of `sum`.
         """
-        chunks = _chunks(tuple(array.size for array in arrays), self._size, apart=True)
+        chunks = chunks_of(tuple(array.size for array in arrays), self._size, apart=True)
         with self._at_sum():
             self._agree(arrays, f"the parts of {of}")
             sums = self._scatter(arrays, chunks)
@@ -125,7 +125,7 @@ class Ring:
             whole[slice(*self.part(whole.size))] = part.reshape(-1)
         with self._at_sum():
             self._agree(wholes, f"all of {of}")
-            self._gather(wholes, _chunks(tuple(sizes), self._size, apart=True))
+            self._gather(wholes, chunks_of(tuple(sizes), self._size, apart=True))
         return wholes
 
     def part(self, size: int) -> tuple[int, int]:
@@ -190,15 +190,15 @@ class Ring:
         mine = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
         sums = [np.empty_like(array) for array in mine]
         for hop in range(self._size - 1):
-            out = _views(sums if hop else mine, chunks[(self._rank - hop) % self._size])
+            out = views_of(sums if hop else mine, chunks[(self._rank - hop) % self._size])
             self._add(out, mine, sums, chunks[(self._rank - hop - 1) % self._size])
         return sums
 
     def _gather(self, sums: Sequence[np.ndarray], chunks: Sequence[Sequence[_Piece]]) -> None:
         """Send this worker's chunk around the ring, and receive the other workers' chunks."""
         for hop in range(self._size - 1):
-            out = _views(sums, chunks[(self._rank + 1 - hop) % self._size])
-            self._exchange(out, _views(sums, chunks[(self._rank - hop) % self._size]))
+            out = views_of(sums, chunks[(self._rank + 1 - hop) % self._size])
+            self._exchange(out, views_of(sums, chunks[(self._rank - hop) % self._size]))
 
     def _agree(self, arrays: Sequence[np.ndarray], of: str) -> None:
         """Raise ConnectionError if the previous worker runs another sum."""
@@ -254,7 +254,7 @@ class Ring:
             return False
         except OSError as error:
             raise ConnectionError(f"lost {self._next}: {error.strerror or error}") from error
-        _take(out, sent)
+        take(out, sent)
         return True
 
     def _receive(self, into: deque[memoryview]) -> bool:
@@ -268,7 +268,7 @@ class Ring:
             raise ConnectionError(f"lost {self._previous}: {reason}") from error
         if not received:
             raise ConnectionError(f"lost {self._previous}: it closed the connection")
-        _take(into, received)
+        take(into, received)
         return True
 
     def _wait(self, out: deque[memoryview], into: deque[memoryview]) -> None:
@@ -294,7 +294,7 @@ class Ring:
 
 
 @functools.lru_cache(maxsize=64)
-def _chunks(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
+def chunks_of(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
     """Divide arrays of these sizes into `count` chunks, as one sequence or each array `apart`."""
     if apart:
         bounds = [_bounds(size, count) for size in sizes]
@@ -331,11 +331,11 @@ def _in_words(header: bytes | bytearray) -> str:
     return text if number == _NO_MORE else f"sum {number} of the run, {text}"
 
 
-def _views(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[memoryview]:
+def views_of(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[memoryview]:
     return deque(arrays[i][start:stop].view(np.uint8).data for i, start, stop in pieces)
 
 
-def _take(views: deque[memoryview], count: int) -> None:
+def take(views: deque[memoryview], count: int) -> None:
     """Remove the first `count` bytes."""
     while count:
         if count < len(views[0]):

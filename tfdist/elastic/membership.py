@@ -1,0 +1,117 @@
+"""Membership of an elastic job: which tasks compute together, decided by the launcher.
+
+The launcher knows the members and nothing of the training. Each change is the next view. All
+members leave the old view and answer with their number of finished operations. When all have
+answered, the launcher lets them go on, with new sockets between them. Survivors differ by at most
+one operation, because an operation needs a part of each member. A member that is behind gets the
+operation's result from a member that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Tell the members to leave the old view and to answer."""
+
+    epoch: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Connect the members and let them go on.
+
+    Attributes:
+      epoch: Number of the view.
+      members: Members of the view.
+      done: Number of operations that the member with the most has finished.
+      source: Member that sends the last result to the members behind.
+      behind: Members that lack the last result.
+    """
+
+    epoch: int
+    members: tuple[int, ...]
+    done: int
+    source: int
+    behind: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Kill a member that its peers cannot reach."""
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Give up the job's operations, so that the job restarts."""
+
+    reason: str
+
+
+Step = View | Go | Fence | Fail
+
+
+@dataclass(kw_only=True, slots=True)
+class Membership:
+    """State of the members. Each method takes an event and returns the next steps.
+
+    Attributes:
+      expected: Number of members before the first view.
+      fewest: Number of members that the job needs.
+      epoch: Number of the last view, 0 before the first.
+      members: Members of the last view.
+    """
+
+    expected: int
+    fewest: int = 1
+    epoch: int = 0
+    members: tuple[int, ...] = ()
+    _present: set[int] = field(default_factory=set)
+    _acks: dict[int, int] = field(default_factory=dict)
+
+    def ready(self, member: int) -> list[Step]:
+        """A member has started."""
+        self._present.add(member)
+        if self.epoch or len(self._present) < self.expected:
+            return []
+        return self._view(self._present)
+
+    def lost(self, member: int) -> list[Step]:
+        """A member's process has exited."""
+        self._present.discard(member)
+        if member not in self.members:
+            return []
+        left = [other for other in self.members if other in self._present]
+        if len(left) < self.fewest:
+            return [Fail(f"{len(left)} of at least {self.fewest} workers are left")]
+        return self._view(left)
+
+    def broken(self, member: int, epoch: int, peer: int) -> list[Step]:
+        """A member cannot reach a peer in a view."""
+        is_current = epoch == self.epoch and {member, peer} <= self._present
+        return [Fence(peer)] if is_current else []
+
+    def acked(self, member: int, epoch: int, done: int) -> list[Step]:
+        """A member has left the old view, with this number of finished operations."""
+        if epoch != self.epoch or member not in self.members:
+            return []
+        self._acks[member] = done
+        if len(self._acks) < len(self.members):
+            return []
+        most = max(self._acks.values())
+        if min(self._acks.values()) < most - 1:
+            return [Fail("a worker lacks more than one result")]
+        ahead = [other for other in self.members if self._acks[other] == most]
+        behind = tuple(other for other in self.members if self._acks[other] < most)
+        return [Go(self.epoch, self.members, most, ahead[0], behind)]
+
+    def _view(self, members: Iterable[int]) -> list[Step]:
+        self.epoch += 1
+        self.members, self._acks = tuple(sorted(members)), {}
+        return [View(self.epoch, self.members)]
