@@ -28,6 +28,7 @@ class Kind:
       has_stages: Whether each task computes a part of the model's layers.
       has_one_device: Whether a task computes on one device (False: on all visible GPUs).
       can_shrink: Whether a restarted job can have fewer tasks.
+      is_elastic: Whether the launcher can change the members of a running job.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Kind:
     has_stages: bool = False
     has_one_device: bool = False
     can_shrink: bool = False
+    is_elastic: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -61,7 +63,7 @@ class Kind:
     @property
     def has_tensorflow_servers(self) -> bool:
         """Return whether each task starts a TensorFlow server. Stages have their own links."""
-        return self.has_several_tasks and not self.has_stages
+        return self.has_several_tasks and not (self.has_stages or self.is_elastic)
 
     @property
     def divides_variables(self) -> bool:
@@ -92,6 +94,14 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 make=f"{_MAKE}:multiworker_job",
                 has_several_tasks=True,
                 can_shrink=True,
+            ),
+            Kind(
+                name="elastic",
+                make="tfdist.elastic.job:elastic_job",
+                engine="tfdist.elastic.engine:ElasticEngine",
+                has_several_tasks=True,
+                has_one_device=True,
+                is_elastic=True,
             ),
             Kind(
                 name="ps",

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.elastic.shards import tree_sum
+from tfdist import phases
+from tfdist.elastic.mesh import Compute
+from tfdist.elastic.shards import Array, tree_sum
 from tfdist.errors import UsageError, require
 from tfdist.strategy import Job
 from tfdist.training.engines import SynchronousEngine
@@ -40,16 +42,47 @@ class ElasticEngine(SynchronousEngine):
             shards = self._programs[program] = _Shards(program, self._job)
         logs: dict[str, float] = {}
         for step in range(first, last):
-            parts = [None] * len(self._job.replica_ids)
+            batches = _Batches(program, self._job, step)
+            totals = self._total(lambda shard: shards.part(step, shard, batches.part(shard)))
+            logs = shards.update(step, totals)
+            batches.done()
             if not program.feed.direct:
-                parts = list(next(program.feed.iterator(step)))
                 self._advance(program, step, step + 1)
-            own = {
-                shard: shards.part(step, shard, part)
-                for shard, part in zip(self._job.replica_ids, parts, strict=True)
-            }
-            logs = shards.update(step, tree_sum(own, self._job.num_replicas))
         return logs
+
+    def _total(self, compute: Compute) -> list[Array]:
+        """Return the sums over all shards of the arrays of `compute`."""
+        count, mesh = self._job.num_replicas, self._job.ring
+        if mesh is None:
+            return tree_sum({(s, s + 1): compute(s) for s in range(count)}, 0, count)
+        with phases.waiting_for_all():
+            return mesh.sum_shards(compute, count, of="a step")
+
+
+class _Batches:
+    """This task's parts of a step's batch, by shard. The shards follow the members."""
+
+    def __init__(self, program: StepProgram, job: Job, step: int) -> None:
+        self._feed, self._job, self._step = program.feed, job, step
+        self._parts: dict[int, Part] = {}
+
+    def part(self, shard: int) -> Part | None:
+        """Return the part of a shard, or `None` if the compiled step makes it."""
+        feed = self._feed
+        if feed.direct:
+            return None
+        if shard not in self._parts:
+            own = self._job.replica_ids
+            if self._parts or getattr(feed, "shards", own) != own:
+                feed.close()  # its iterator has the parts of other shards
+            feed.shards = own
+            self._parts |= zip(own, next(feed.iterator(self._step)), strict=True)
+        return self._parts[shard]
+
+    def done(self) -> None:
+        """Read on from the next step."""
+        if not self._feed.direct:
+            self._feed.advanced_to(self._step + 1)
 
 
 @dataclasses.dataclass(slots=True)

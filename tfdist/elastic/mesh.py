@@ -67,6 +67,23 @@ class Mesh:
         self._at_work = threading.Lock()
         self._say(ready=True)
 
+    def own_shards(self, shards: int) -> range:
+        """Return the shards that this member computes. It waits for the first view."""
+        if not self.members:
+            self.sum(np.zeros(1), of="the first view")
+        rank = self.members.index(self._member)
+        return shards_of(rank, members=len(self.members), shards=shards)
+
+    @property
+    def is_first(self) -> bool:
+        """True in worker 0, whose values the other workers take."""
+        return self._member == 0
+
+    @property
+    def absent(self) -> list[int]:
+        """Members that the job has lost."""
+        return [i for i in range(len(self._names)) if self.members and i not in self.members]
+
     @property
     def previous_name(self) -> str:
         return "another worker"
@@ -78,7 +95,7 @@ class Mesh:
 
         A lost member's arrays may be missing in the sum.
         """
-        own = [np.ascontiguousarray(array) for array in arrays]
+        own = [np.asarray(array, order="C") for array in arrays]
 
         def attempt() -> list[Array]:
             rank, count = self.members.index(self._member), len(self.members)
@@ -146,7 +163,7 @@ class Mesh:
         for shard in own:
             if shard not in computed:
                 self._hear()
-                computed[shard] = [np.ascontiguousarray(array) for array in compute(shard)]
+                computed[shard] = [np.asarray(array, order="C") for array in compute(shard)]
 
     def _run(self, attempt: Callable[[], list[Array]], *, of: str) -> list[Array]:
         """Run an operation until it is done in some view, and return its result."""
@@ -198,7 +215,9 @@ class Mesh:
     def _hear(self, *, wait: bool = False) -> None:
         """Read the launcher's messages. Raise `_ViewChanged` for a new view."""
         while wait or select.select([self._control], [], [], 0)[0]:
-            data, fds, _, _ = socket.recv_fds(self._control, _MOST_BYTES, _MOST_FDS)
+            data, fds, _, _ = socket.recv_fds(
+                self._control, _MOST_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC
+            )
             if not data:
                 raise ConnectionError("lost the launcher")
             message = json.loads(data)
@@ -330,7 +349,7 @@ class Mesh:
         self._exchange({p: [specs] for p in self._peers}, {p: [b] for p, b in texts.items()})
         found = {p: [np.empty(s, np.dtype(d)) for d, s in json.loads(t)] for p, t in texts.items()}
         self._exchange(
-            {p: list(map(np.ascontiguousarray, mine)) for p in self._peers},
+            {p: list(mine) for p in self._peers},
             {p: list(arrays) for p, arrays in found.items()},
         )
         return {**found, self._member: list(mine)}

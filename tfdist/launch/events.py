@@ -109,7 +109,35 @@ class StopRequest:
     signum: int
 
 
-Event = Started | Raised | Beat | Ended | StopRequest
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberReady:
+    """Connection of an elastic task to the launcher."""
+
+    task: Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberAcked:
+    """Answer of a member that has left its old view."""
+
+    task: Task
+    epoch: int
+    done: int
+    """Finished operations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerBroken:
+    """A member that its peer cannot reach."""
+
+    task: Task
+    epoch: int
+    peer: Task
+
+
+Event = (
+    Started | Raised | Beat | Ended | StopRequest | MemberReady | MemberAcked | PeerBroken
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +203,25 @@ class Say:
     text: str
 
 
-TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowView:
+    """Tell the members of an elastic job to leave their view."""
+
+    epoch: int
+    members: tuple[Task, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GoOn:
+    """Connect the members of a view, and let them go on (see `membership.Go`)."""
+
+    epoch: int
+    members: tuple[Task, ...]
+    source: Task
+    behind: tuple[Task, ...]
+
+
+TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure | ShowView | GoOn
 Action = TaskAction | Say
 
 

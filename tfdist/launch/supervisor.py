@@ -24,16 +24,22 @@ from tfdist.launch.events import (
     Begin,
     Ended,
     Event,
+    GoOn,
     KillOne,
+    MemberAcked,
+    MemberReady,
+    PeerBroken,
     Raised,
     Say,
     ShowFailure,
+    ShowView,
     Signal,
     Start,
     Started,
     StopRequest,
     request_name,
 )
+from tfdist.launch.membership import Fence, Go, Step, View
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import (
     EVALUATOR,
@@ -109,6 +115,12 @@ class _Decision:
                 state.watchdog.started(task, at_s=event.at_s)
             case Beat(task=task) if state.is_running(task):
                 self._see_beat(event)
+            case MemberReady(task=task) if state.membership:
+                self._change(state.membership.ready(task.index))
+            case MemberAcked(task=task) if state.membership:
+                self._change(state.membership.acked(task.index, event.epoch, event.done))
+            case PeerBroken(task=task) if state.membership:
+                self._change(state.membership.broken(task.index, event.epoch, event.peer.index))
             case Raised(task=task) if state.is_running(task) and not state.is_ending:
                 state.reached(event.step)
                 state.root_cause.raised(event)
@@ -143,6 +155,8 @@ class _Decision:
         state.tasks[task].is_running = False
         state.tasks[task].record(status=ended.status, ended_at_s=ended.at_s)
         state.watchdog.ended(task)
+        if state.membership and task.type == "worker" and not state.is_ending:
+            self._change(state.membership.lost(task.index))
         if task == state.chief and (state.is_ending or not ended.status):
             self._see_chief_done()
         if state.is_ending or self._end_failed_alone(task) or state.serves_nobody(task):
@@ -153,6 +167,28 @@ class _Decision:
                 return
             ended = replace(ended, cause="exited before the chief (exit code 0)")
         state.root_cause.ended(ended, since_s=self._since_s, now_s=self._now_s)
+
+    def _change(self, steps: list[Step]) -> None:
+        """Perform the steps of a change of the members."""
+        for step in steps:
+            match step:
+                case View(epoch=epoch, members=members):
+                    self._do(ShowView(epoch=epoch, members=tuple(map(_worker, members))))
+                case Go():
+                    self._do(
+                        GoOn(
+                            epoch=step.epoch,
+                            members=tuple(map(_worker, step.members)),
+                            source=_worker(step.source),
+                            behind=tuple(map(_worker, step.behind)),
+                        )
+                    )
+                case Fence(member=member, reason=reason):
+                    failure = Failure(
+                        task=_worker(member), cause=reason, exit_code=1, at_s=self._now_s
+                    )
+                    if self._is_in_use(failure.task) and not self._go_on(self._dated(failure)):
+                        self._fail(self._dated(failure))
 
     def _see_chief_done(self) -> None:
         state = self._state
@@ -281,7 +317,9 @@ class _Decision:
 
     def _may_start(self, failure: Failure) -> bool:
         """Return whether only the failed task can restart. Its host must be reachable."""
-        return self._verdict_on(failure).restart and failure.task not in self._unreachable
+        state = self._state
+        is_possible = failure.task not in self._unreachable and not state.is_member(failure.task)
+        return self._verdict_on(failure).restart and is_possible
 
     def _can_go_on(self, failure: Failure) -> bool:
         """Return whether the job can continue: only an evaluator or workers of a ps job failed."""
@@ -409,6 +447,10 @@ class _Decision:
             if task not in but:
                 self._state.tasks[task].record(stopped=True)
                 self._do(Signal(task, signum))
+
+
+def _worker(index: int) -> Task:
+    return Task("worker", index)
 
 
 class Supervisor:

@@ -162,7 +162,10 @@ def of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> 
     """Return the `values` of all tasks as float64 ``[tasks, len(values)]``. A collective."""
     table = np.zeros((job.num_tasks, len(values)))
     table[job.task_index] = values
-    return sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)
+    table = sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)
+    if job.shards is not None and job.ring is not None:
+        table[job.ring.absent] = table[0]  # lost members have no values of their own
+    return table
 
 
 def rows_of_all_tasks(

@@ -29,6 +29,7 @@ class Job:
       config: Decoded TF_CONFIG, `None` for a single process.
       ring: Ring that sums gradients over the workers, `None` if TensorFlow's collectives do.
       stages: Place in the pipeline, `None` in other jobs.
+      shards: Number of parts of each batch in an elastic job, `None` in other jobs.
     """
 
     strategy: tf.distribute.Strategy
@@ -41,7 +42,7 @@ class Job:
     @property
     def has_peers(self) -> bool:
         """True if several tasks run each step together and sum over all tasks."""
-        if self.kind.has_stages:
+        if self.kind.has_stages or self.shards is not None:
             return self.ring is not None
         return self.kind.has_collectives and self.strategy.num_replicas_in_sync > 1
 
@@ -84,6 +85,8 @@ class Job:
         """Number of tasks that compute one step together, including all stages of a pipeline."""
         if self.stages is not None:
             return self.stages.count * self.stages.pipelines
+        if self.shards is not None:
+            return len(self.config.cluster.training_tasks()) if self.config else 1
         return self.num_replicas // len(self.replica_ids)
 
     @property
@@ -91,6 +94,8 @@ class Job:
         """Index of this task among the `num_tasks` tasks."""
         if self.stages is not None:
             return self.stages.pipeline * self.stages.count + self.stages.index
+        if self.shards is not None:
+            return self.config.task.index if self.config else 0
         return self.replica_ids[0] // len(self.replica_ids)
 
     @property
@@ -102,7 +107,7 @@ class Job:
     def replica_ids(self) -> tuple[int, ...]:
         """Global ids of this task's replicas, in the order of its devices."""
         if self.shards is not None:
-            return tuple(range(self.shards))
+            return tuple(self.ring.own_shards(self.shards) if self.ring else range(self.shards))
         if self.num_replicas == 1:
             return (0,)
         extended = self.strategy.extended

@@ -42,19 +42,13 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """Kill a member that its peers cannot reach."""
+    """Kill a member that cannot go on with the others."""
 
     member: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Give up the job's operations, so that the job restarts."""
-
     reason: str
 
 
-Step = View | Go | Fence | Fail
+Step = View | Go | Fence
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,13 +57,11 @@ class Membership:
 
     Attributes:
       expected: Number of members before the first view.
-      fewest: Number of members that the job needs.
       epoch: Number of the last view, 0 before the first.
       members: Members of the last view.
     """
 
     expected: int
-    fewest: int = 1
     epoch: int = 0
     members: tuple[int, ...] = ()
     _present: set[int] = field(default_factory=set)
@@ -88,14 +80,12 @@ class Membership:
         if member not in self.members:
             return []
         left = [other for other in self.members if other in self._present]
-        if len(left) < self.fewest:
-            return [Fail(f"{len(left)} of at least {self.fewest} workers are left")]
-        return self._view(left)
+        return self._view(left) if left else []
 
     def broken(self, member: int, epoch: int, peer: int) -> list[Step]:
         """A member cannot reach a peer in a view."""
         is_current = epoch == self.epoch and {member, peer} <= self._present
-        return [Fence(peer)] if is_current else []
+        return [Fence(peer, "does not answer the other workers")] if is_current else []
 
     def acked(self, member: int, epoch: int, done: int) -> list[Step]:
         """A member has left the old view, with this number of finished operations."""
@@ -105,8 +95,9 @@ class Membership:
         if len(self._acks) < len(self.members):
             return []
         most = max(self._acks.values())
-        if min(self._acks.values()) < most - 1:
-            return [Fail("a worker lacks more than one result")]
+        late = [other for other in self.members if self._acks[other] < most - 1]
+        if late:
+            return [Fence(other, "lacks more than one result of the others") for other in late]
         ahead = [other for other in self.members if self._acks[other] == most]
         behind = tuple(other for other in self.members if self._acks[other] < most)
         return [Go(self.epoch, self.members, most, ahead[0], behind)]
