@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
 PAGES, SITE = BUILD / "pages", BUILD / "site"
 SOURCES = ("*.md", "docs/**/*.md", "launch/**/*.md", "benchmarks/*.md")
+DECISIONS = "docs/adr/README.md"
+_LISTED = re.compile(r"^- ((?:\[[^\]]*\]\([^)]*\)(?:,\s+)?)+)", re.MULTILINE)
+"""The links with which an item of a list begins."""
 _LINK = re.compile(r"\]\(([^)\s#]+)[^)\s]*\)")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:")
 
@@ -71,9 +74,12 @@ def navigation() -> list[object]:
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         tab: list[object] = ["docs/index.md"] if len(tabs) == 1 else []
         for part in re.split(r"^### ", section, flags=re.MULTILINE):
-            cells = "".join(re.findall(r"^\| (\[.*?) \|", part, re.MULTILINE))
-            linked = re.findall(r"\(([^)#]+\.md)\)", cells)
+            lists = "".join(_LISTED.findall(part))
+            linked = re.findall(r"\(([^)#]+\.md)\)", lists)
             pages = [str((ROOT / "docs" / link).resolve().relative_to(ROOT)) for link in linked]
+            if DECISIONS in pages:
+                folder = (ROOT / DECISIONS).parent
+                pages += sorted(str(page.relative_to(ROOT)) for page in folder.glob("0*.md"))
             pages = [page for page in dict.fromkeys(pages) if page not in seen]
             seen |= {*pages}
             if not section.startswith(part) and pages:

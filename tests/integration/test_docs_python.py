@@ -134,7 +134,7 @@ BEFORE = {
     "docs/pipeline.md": f"{FLAT}{DATA}",
     "docs/ps.md": f"{FLAT}{DATA}",
     "docs/serving.md": f"import sys{SERVED}",
-    "docs/launch.md": f"{FLAT}{DATA}\nbuild, X, Y = make_model, x, y",
+    "docs/spawn.md": f"{FLAT}{DATA}\nbuild, X, Y = make_model, x, y",
     "docs/start.md": f"{FLAT}{DATA}",
     "docs/strategies.md": f"{FLAT}{DATA}",
     "docs/training.md": f"{FLAT}{DATA}{GAN}\nimport logging",

@@ -12,7 +12,7 @@ from tfdist.cluster.placement import FIRST_PORT, PORTS_PER_JOB, port_of_job
 from tfdist.cluster.settings import NAMES
 
 POD = "example-job"
-PAGE = (Path(__file__).parents[2] / "docs" / "hosts.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "schedulers.md").read_text()
 RECORDS = {
     path.stem: json.loads(path.read_text())
     for path in sorted((Path(__file__).parent / "environments").glob("*.json"))

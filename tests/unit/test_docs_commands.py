@@ -99,7 +99,7 @@ def test_every_flag_s_default_and_every_variable_is_in_its_table():
         if one.help and one.default not in (None, False):
             row = next(line for line in lines if re.match(rf"\| `--{one.name}\b", line))
             assert row.split("|")[2].strip(" `") == str(one.default).removesuffix(".0")
-    rows = re.findall(r"^\| (TFDIST_[^|]*)\|", (DOCS / "hosts.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (TFDIST_[^|]*)\|", (DOCS / "schedulers.md").read_text(), re.MULTILINE)
     assert {*NAMES} == {name.strip() for row in rows for name in row.split(",")}
 
 

@@ -4,7 +4,7 @@ Each launcher sets its own variables, and one function reads the variables of on
 function returns `None` if the variables are not set or describe one process. It raises `UsageError`
 if the variables are wrong.
 
-The rules (docs/hosts.md explains them to users):
+The rules (docs/schedulers.md explains them to users):
 
 * A process is one of several tasks only if tfdist's launcher, ``srun`` with several tasks or
   ``mpirun`` with several ranks started it, or if TFDIST_HOSTS, TF_CONFIG or a platform's list of
