@@ -218,9 +218,7 @@ class JobOptions(_Shape):
         None,
         "workers with which a ps job starts if the others do not connect (default: all)",
         least=1,
-        strategies=kinds_that("has_servers")
-        + kinds_that("can_shrink")
-        + kinds_that("is_elastic"),
+        strategies=kinds_that("has_servers") + kinds_that("can_shrink") + kinds_that("is_elastic"),
         variable="TFDIST_MIN_WORKERS",
         submit="",
     )

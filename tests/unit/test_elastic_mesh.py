@@ -14,8 +14,8 @@ import traceback
 import numpy as np
 import pytest
 
-from tfdist.elastic.membership import Fail, Fence, Go, Membership, View
 from tfdist.elastic.mesh import Mesh
+from tfdist.launch.membership import Fence, Go, Membership, View
 
 SHARDS, STEPS, DEADLINE_S = 4, 40, 60.0
 
@@ -48,7 +48,6 @@ class Job:
         self.ends: dict[int, socket.socket] = {}
         self.pids: dict[int, int] = {}
         self.digests: dict[int, str] = {}
-        self.failed = ""
         self.views = 0
         names = [f"worker-{i}" for i in range(count)]
         for member in range(count):
@@ -117,21 +116,25 @@ class Job:
                     self.views += 1
                     for member in members:
                         self.tell(member, {"view": epoch})
-                case Go(epoch, members, done, source, behind):
+                case Go(epoch, members, done, source, behind, _):
                     pairs = {}
                     for i, one in enumerate(members):
                         for other in members[i + 1 :]:
                             pairs[one, other], pairs[other, one] = socket.socketpair()
                     for member in members:
                         fds = [pairs[member, o].fileno() for o in members if o != member]
-                        message = {"go": epoch, "members": members, "source": source}
+                        message = {
+                            "go": epoch,
+                            "members": members,
+                            "source": source,
+                            "done": done,
+                            "joining": [],
+                        }
                         self.tell(member, {**message, "behind": behind}, fds)
                     for end in pairs.values():
                         end.close()
-                case Fence(member):
+                case Fence(member=member):
                     self.kill(member)
-                case Fail(reason):
-                    self.failed = reason
 
     def tell(self, member: int, message: dict, fds=()) -> None:
         try:

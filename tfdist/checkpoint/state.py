@@ -103,6 +103,18 @@ def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> N
     renew_constants(model)
 
 
+def own_arrays(model: keras.Model) -> Arrays:
+    """Return copies of the state's arrays in a task that holds all of them whole."""
+    return {name: np.array(v.value.numpy()) for name, v in variables_of(model).items()}
+
+
+def set_own_arrays(model: keras.Model, arrays: Mapping[str, Any]) -> None:
+    """Set the state from the arrays of `own_arrays`."""
+    for name, variable in variables_of(model).items():
+        variable.assign(arrays[name])
+    renew_constants(model)
+
+
 def renew_constants(model: keras.Model) -> None:
     """Update the layers that compute with copies of their weights after new weights are set."""
     for layer in model._flatten_layers():

@@ -9,7 +9,9 @@ the shards. The sums therefore do not depend on the member that computed a shard
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,12 @@ import tensorflow as tf
 from tfdist import phases
 from tfdist.elastic.mesh import Compute
 from tfdist.elastic.shards import Array, tree_sum
-from tfdist.errors import UsageError, require
+from tfdist.errors import require
 from tfdist.strategy import Job
 from tfdist.training.engines import SynchronousEngine
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import StepTrace, compiled, random_key, tracing
-from tfdist.training.program import StepProgram, as_number, run_replica
+from tfdist.training.program import LoopState, StepProgram, as_number, run_replica
 
 
 class ElasticEngine(SynchronousEngine):
@@ -43,12 +45,47 @@ class ElasticEngine(SynchronousEngine):
         logs: dict[str, float] = {}
         for step in range(first, last):
             batches = _Batches(program, self._job, step)
-            totals = self._total(lambda shard: shards.part(step, shard, batches.part(shard)))
-            logs = shards.update(step, totals)
+            logs = shards.update(step, self._total(partial(shards.part, step, batches)))
             batches.done()
             if not program.feed.direct:
                 self._advance(program, step, step + 1)
         return logs
+
+    def begin(self, program: StepProgram) -> LoopState | None:
+        """Begin a training loop. A task that joins compiles its step, and waits for the state."""
+        mesh = self._job.ring
+        if mesh is None or not mesh.begin_loop():
+            return None
+        shards = self._programs.setdefault(program, _Shards(program, self._job))
+        shards.compile()
+        text, *arrays = mesh.join()
+        loop = json.loads(text.tobytes())
+        return LoopState(loop=loop["loop"], arrays=dict(zip(loop["names"], arrays, strict=True)))
+
+    @property
+    def joining(self) -> int | None:
+        """Task that waits to join the loop, in the chief."""
+        waiting = self._job.ring.knocking if self._job.ring is not None else []
+        return waiting[0] if waiting else None
+
+    def admit(self, task: int, state: Callable[[], LoopState]) -> None:
+        """Let a task join the loop."""
+
+        def arrays() -> list[Array]:
+            found = state()
+            text = json.dumps({"loop": found.loop, "names": list(found.arrays)}).encode()
+            return [np.frombuffer(text, np.uint8), *found.arrays.values()]
+
+        self._job.ring.admit(task, arrays)
+
+    def go_on(self) -> None:
+        """Take part in the operations of the loop that this task has joined."""
+        self._job.ring.go_online()
+
+    def close(self) -> None:
+        """End the training loop, which no task can join from now on."""
+        if self._job.ring is not None:
+            self._job.ring.end_loop()
 
     def _total(self, compute: Compute) -> list[Array]:
         """Return the sums over all shards of the arrays of `compute`."""
@@ -115,10 +152,17 @@ class _Shards:
         self._compute = compiled(self._part)
         self._apply = compiled(self._update)
 
-    def part(self, step: int, shard: int, given: Part | None) -> list[np.ndarray[Any, Any]]:
+    def part(self, step: int, batches: _Batches, shard: int) -> list[Array]:
         """Return the arrays of a shard's part of a step."""
+        given = batches.part(shard)
         found = self._compute(tf.constant(step, tf.int64), tf.constant(shard, tf.int64), given)
         return [np.asarray(memoryview(array)) for array in found]
+
+    def compile(self) -> None:
+        """Compile both functions with the first batch. This changes no variable."""
+        arrays = self.part(0, _Batches(self._program, self._job, 0), 0)
+        specs = [tf.TensorSpec(array.shape, array.dtype) for array in arrays]
+        self._apply.get_concrete_function(tf.TensorSpec([], tf.int64), specs)
 
     def update(self, step: int, totals: Sequence[np.ndarray[Any, Any]]) -> dict[str, float]:
         """Update the variables from the sums over all shards, and return the step's logs."""

@@ -36,9 +36,7 @@ def elastic_job(config: TaskConfig, options: JobOptions, **of_other_kinds: Any) 
         names = [str(task) for task in config.cluster.training_tasks()]
         mesh = Mesh(_control(options), config.task.index, names)
     strategy.extended.mesh = mesh
-    return Job(
-        strategy=strategy, kind=KINDS["elastic"], config=config, ring=mesh, shards=shards
-    )
+    return Job(strategy=strategy, kind=KINDS["elastic"], config=config, ring=mesh, shards=shards)
 
 
 def _control(options: JobOptions) -> socket.socket:

@@ -24,11 +24,14 @@ import numpy as np
 
 from tfdist import phases
 from tfdist.elastic.shards import Array, Block, blocks_of, shards_of, tree_sum
+from tfdist.errors import require
 from tfdist.strategy.ring import chunks_of, take, views_of
 
 _HEADER = struct.Struct("<IQI")  # epoch, number of the operation, checksum of its description
 _MOST_BYTES, _MOST_FDS = 1 << 16, 64
 _BUFFERS_A_CALL = 64
+_NO_STATE = -1  # in place of the finished operations of a task that joins
+_LESSON_S = 10.0
 Compute = Callable[[int], Sequence[Array]]
 """Function of a shard that returns its part of an operation. It changes nothing."""
 
@@ -65,10 +68,24 @@ class Mesh:
         self._peers: dict[int, socket.socket] = {}
         self._last: list[Array] = []
         self._at_work = threading.Lock()
+        self._log: list[tuple[int, list[Array]]] | None = []
+        """Results of the operations before the training loop, for tasks that join later."""
+        self._pupils: list[socket.socket] = []
+        self._replay: deque[tuple[int, list[Array]]] | None = None
+        """Results of the others' operations that this task repeats, `None` in a member."""
+        self.is_offline = False
+        """True while a joining task runs operations on its own."""
+        self._lesson: list[tuple[int, list[Array]]] | None = []
+        self._state: Callable[[], list[Array]] | None = None
+        self._received: list[Array] = []
+        self.knocking: list[int] = []
+        """Tasks that wait to join, in worker 0."""
         self._say(ready=True)
 
     def own_shards(self, shards: int) -> range:
         """Return the shards that this member computes. It waits for the first view."""
+        if self.is_offline:
+            return range(1)
         if not self.members:
             self.sum(np.zeros(1), of="the first view")
         rank = self.members.index(self._member)
@@ -82,7 +99,65 @@ class Mesh:
     @property
     def absent(self) -> list[int]:
         """Members that the job has lost."""
-        return [i for i in range(len(self._names)) if self.members and i not in self.members]
+        present = (self._member,) if self.is_offline else self.members
+        return [i for i in range(len(self._names)) if present and i not in present]
+
+    # joining
+
+    def begin_loop(self) -> bool:
+        """Note that the training loop begins. Return whether this task has to join it."""
+        if self._replay is not None:
+            require(
+                not self._replay,
+                "elastic",
+                "this task has run fewer operations than the others before the training loop",
+                fix="start the job again (a program whose start differs cannot be joined)",
+                code="other-start",
+            )
+            self._replay, self.is_offline = None, True
+            return True
+        if self._log is not None:
+            self._lesson, self._log = self._log, None
+            self._teach()
+        return False
+
+    def end_loop(self) -> None:
+        """Note that the first training loop is over. Tasks that wait to join wait for the end."""
+        self._lesson = None
+        self._teach()
+
+    def join(self) -> list[Array]:
+        """Wait until the others admit this task, and return the state that they send."""
+        self.done = _NO_STATE
+        self._say(knock=True)
+        with phases.waiting_for_all():
+            while not self._received:
+                self._enter_next()
+        state, self._received = self._received, []
+        return state
+
+    def go_online(self) -> None:
+        """Take part in the operations from now on."""
+        self.is_offline = False
+
+    def admit(self, member: int, state: Callable[[], list[Array]]) -> None:
+        """Let a task join. `state` returns the arrays that the task needs to go on."""
+        self._state = state
+        self.knocking = [other for other in self.knocking if other != member]
+        before = self.epoch
+        self._say(admit=member, epoch=before)
+        while self.epoch == before:  # the next operation needs the new member
+            self._enter_next()
+
+    def _teach(self) -> None:
+        """Send the results of the operations before the loop to the tasks that wait for them."""
+        if self._log is not None:
+            return
+        while self._pupils:
+            with self._pupils.pop() as pupil, contextlib.suppress(OSError):
+                pupil.settimeout(_LESSON_S)
+                if self._lesson is not None:
+                    _send_lesson(pupil, self._lesson)
 
     @property
     def previous_name(self) -> str:
@@ -157,9 +232,7 @@ class Mesh:
         self._drop_peers()
         self._control.close()
 
-    def _compute(
-        self, own: range, compute: Compute, computed: dict[int, Sequence[Array]]
-    ) -> None:
+    def _compute(self, own: range, compute: Compute, computed: dict[int, Sequence[Array]]) -> None:
         for shard in own:
             if shard not in computed:
                 self._hear()
@@ -176,6 +249,8 @@ class Mesh:
             )
         phases.set_at_sum(True)
         try:
+            if self._is_on_its_own():
+                return self._repeated(attempt, of)
             result = self._until_done(attempt, of)
         except OSError as error:
             self._leave(str(error))
@@ -184,8 +259,34 @@ class Mesh:
             phases.set_at_sum(False)
             self._at_work.release()
         self.done += 1
-        self._last = result
+        self._last, self._state = result, None
+        if self._log is not None:
+            self._log.append((zlib.crc32(of.encode()), result))
         return result
+
+    def _is_on_its_own(self) -> bool:
+        while not (self.epoch or self._announced or self._replay is not None or self.is_offline):
+            with contextlib.suppress(_ViewChanged):
+                self._hear(wait=True)
+        return self._replay is not None or self.is_offline
+
+    def _repeated(self, attempt: Callable[[], list[Array]], of: str) -> list[Array]:
+        """Return the others' result of an operation, or this task's part if there is none."""
+        if self._replay is None:
+            members, self.members = self.members, (self._member,)
+            try:
+                return attempt()
+            finally:
+                self.members = members
+        key = zlib.crc32(of.encode())
+        require(
+            bool(self._replay) and self._replay[0][0] == key,
+            "elastic",
+            f"this task runs {of} before the training loop, but the others did not",
+            fix="start the job again (a program whose start differs cannot be joined)",
+            code="other-start",
+        )
+        return self._replay.popleft()[1]
 
     def _until_done(self, attempt: Callable[[], list[Array]], of: str) -> list[Array]:
         given: list[Array] | None = None
@@ -221,6 +322,19 @@ class Mesh:
             if not data:
                 raise ConnectionError("lost the launcher")
             message = json.loads(data)
+            if "join" in message:
+                with socket.socket(fileno=fds[0]) as teacher:
+                    self._replay = _read_lesson(teacher)
+                if self._replay is None:
+                    self._wait_for_the_end()
+                return
+            if "teach" in message:
+                self._pupils.append(socket.socket(fileno=fds[0]))
+                self._teach()
+                continue
+            if "knock" in message:
+                self.knocking.append(message["knock"])
+                continue
             if "view" in message:
                 self._announced = message["view"]
                 self._forget_go()
@@ -228,6 +342,13 @@ class Mesh:
             self._forget_go()
             self._go = message, list(fds)
             wait = False
+
+    def _wait_for_the_end(self) -> None:
+        """Wait until the launcher ends this task, which came too late."""
+        phases.enter("done")
+        while self._control.recv(_MOST_BYTES):
+            pass
+        raise ConnectionError("lost the launcher")
 
     def _forget_go(self) -> None:
         for fd in self._go[1] if self._go else ():
@@ -243,7 +364,7 @@ class Mesh:
                     continue
                 epoch = self._announced
                 self._drop_peers()
-                self._say(ack=epoch, done=self.done)
+                self._say(ack=epoch, done=self.done, has_state=self._state is not None)
                 while self._go is None or self._go[0]["go"] != epoch:
                     self._hear(wait=True)
                 go, fds = self._go
@@ -257,11 +378,26 @@ class Mesh:
                     end.setblocking(False)
                 return self._caught_up(go)
 
+    def _enter_next(self) -> None:
+        """Enter the next view, without an operation."""
+        try:
+            self._enter()
+        except _Broken as error:
+            self._say(broken=self.epoch, peer=error.args[0])
+        except _ViewChanged:
+            pass
+
     def _caught_up(self, go: Mapping[str, Any]) -> list[Array] | None:
-        behind = go["behind"]
+        behind, joining = go["behind"], go["joining"]
         if self._member == go["source"]:
+            for peer in joining:
+                assert self._state is not None
+                self._send_arrays(peer, self._state())
             for peer in behind:
                 self._send_arrays(peer, self._last)
+        if self._member in joining:
+            self._received = self._receive_arrays(go["source"])
+            self.done = go["done"]
         return self._receive_arrays(go["source"]) if self._member in behind else None
 
     def _drop_peers(self) -> None:
@@ -301,7 +437,9 @@ class Mesh:
             if r != rank
         }
         pieces = chunks[rank]
-        have = {b: [arrays[i][start:stop] for i, start, stop in pieces] for b, arrays in flat.items()}
+        have = {
+            b: [arrays[i][start:stop] for i, start, stop in pieces] for b, arrays in flat.items()
+        }
         into: dict[int, list[Any]] = {}
         for r, peer in enumerate(self.members):
             if r == rank:
@@ -329,9 +467,7 @@ class Mesh:
     def _gathered(
         self, computed: Mapping[int, Sequence[Array]], owners: Mapping[int, int]
     ) -> list[Array]:
-        found = {
-            peer: [s for s, owner in owners.items() if owner == peer] for peer in self.members
-        }
+        found = {peer: [s for s, owner in owners.items() if owner == peer] for peer in self.members}
         mine = [array for s in found[self._member] for array in _counted(computed[s])]
         everyones = self._all_arrays(mine)
         flat: list[Array] = []
@@ -430,3 +566,28 @@ def _bytes(buffers: Sequence[Any]) -> Iterator[memoryview]:
         view = memoryview(buffer).cast("B") if len(memoryview(buffer)) else None
         if view is not None:
             yield view
+
+
+def _send_lesson(pupil: socket.socket, lesson: Sequence[tuple[int, list[Array]]]) -> None:
+    specs = [[key, [[a.dtype.str, a.shape] for a in arrays]] for key, arrays in lesson]
+    text = json.dumps(specs).encode()
+    pupil.sendall(len(text).to_bytes(8, "little") + text)
+    for _, arrays in lesson:
+        for array in arrays:
+            pupil.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _read_lesson(teacher: socket.socket) -> deque[tuple[int, list[Array]]] | None:
+    """Return the results of the operations before the loop, or `None` if it is over."""
+    stream, lesson = teacher.makefile("rb"), deque[tuple[int, list[Array]]]()
+    head = stream.read(8)
+    if not head:
+        return None
+    for key, specs in json.loads(stream.read(int.from_bytes(head, "little"))):
+        arrays = []
+        for dtype, shape in specs:
+            array = np.empty(shape, np.dtype(dtype))
+            stream.readinto(array.reshape(-1).view(np.uint8).data)
+            arrays.append(array)
+        lesson.append((key, arrays))
+    return lesson

@@ -124,6 +124,23 @@ class MemberAcked:
     epoch: int
     done: int
     """Finished operations."""
+    has_state: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberKnocks:
+    """Request of a task to join the members."""
+
+    task: Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberAdmits:
+    """Agreement of a member that a task joins."""
+
+    task: Task
+    epoch: int
+    joining: Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +153,16 @@ class PeerBroken:
 
 
 Event = (
-    Started | Raised | Beat | Ended | StopRequest | MemberReady | MemberAcked | PeerBroken
+    Started
+    | Raised
+    | Beat
+    | Ended
+    | StopRequest
+    | MemberReady
+    | MemberAcked
+    | MemberKnocks
+    | MemberAdmits
+    | PeerBroken
 )
 
 
@@ -217,11 +243,23 @@ class GoOn:
 
     epoch: int
     members: tuple[Task, ...]
+    done: int
     source: Task
     behind: tuple[Task, ...]
+    joining: tuple[Task, ...]
 
 
-TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure | ShowView | GoOn
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acquaint:
+    """Connect a task that joins with a member, or tell the member that it waits."""
+
+    joining: Task
+    member: Task
+    is_ready: bool
+    """Whether the task is ready to take the state."""
+
+
+TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure | ShowView | GoOn | Acquaint
 Action = TaskAction | Say
 
 

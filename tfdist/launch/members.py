@@ -15,7 +15,17 @@ import struct
 from collections.abc import Callable
 
 from tfdist.cluster import Task
-from tfdist.launch.events import NO_SENSE, Event, GoOn, MemberAcked, MemberReady, PeerBroken
+from tfdist.launch.events import (
+    NO_SENSE,
+    Acquaint,
+    Event,
+    GoOn,
+    MemberAcked,
+    MemberAdmits,
+    MemberKnocks,
+    MemberReady,
+    PeerBroken,
+)
 
 _MOST_BYTES = 1 << 16
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -75,13 +85,27 @@ class MemberLinks:
         message = {
             "go": go.epoch,
             "members": [task.index for task in go.members],
+            "done": go.done,
             "source": go.source.index,
             "behind": [task.index for task in go.behind],
+            "joining": [task.index for task in go.joining],
         }
         for task in go.members:
             fds = [ends[task, other].fileno() for other in go.members if other != task]
             self._send(task, message, fds)
         for end in ends.values():
+            end.close()
+
+    def acquaint(self, action: Acquaint) -> None:
+        """Connect a task that joins with a member, or tell the member that it waits."""
+        if action.is_ready:
+            self._send(action.member, {"knock": action.joining.index})
+            return
+        ends = socket.socketpair()
+        for task, key, end in zip(
+            (action.joining, action.member), ("join", "teach"), ends, strict=True
+        ):
+            self._send(task, {key: action.joining.index}, [end.fileno()])
             end.close()
 
     def _send(self, task: Task, message: object, fds: list[int] | None = None) -> None:
@@ -123,8 +147,13 @@ class MemberLinks:
         match message:
             case {"ready": True}:
                 self._tell(MemberReady(task=task))
-            case {"ack": int(epoch), "done": int(done)}:
-                self._tell(MemberAcked(task=task, epoch=epoch, done=done))
+            case {"ack": int(epoch), "done": int(done), "has_state": bool(state)}:
+                self._tell(MemberAcked(task=task, epoch=epoch, done=done, has_state=state))
+            case {"knock": True}:
+                self._tell(MemberKnocks(task=task))
+            case {"admit": int(joining), "epoch": int(epoch)}:
+                joins = Task(task.type, joining)
+                self._tell(MemberAdmits(task=task, epoch=epoch, joining=joins))
             case {"broken": int(epoch), "peer": int(peer)}:
                 self._tell(PeerBroken(task=task, epoch=epoch, peer=Task(task.type, peer)))
 
@@ -132,4 +161,3 @@ class MemberLinks:
         if (end := self._ends.pop(task, None)) is not None:
             self._unwatch(end.fileno())
             end.close()
-

@@ -31,6 +31,7 @@ class Go:
       done: Number of operations that the member with the most has finished.
       source: Member that sends the last result to the members behind.
       behind: Members that lack the last result.
+      joining: Members that lack the state.
     """
 
     epoch: int
@@ -38,6 +39,23 @@ class Go:
     done: int
     source: int
     behind: tuple[int, ...]
+    joining: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Connect a task that joins with a member that knows the program's earlier results."""
+
+    joining: int
+    teacher: int
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """Tell the first member that a task waits to join."""
+
+    joining: int
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +66,7 @@ class Fence:
     reason: str
 
 
-Step = View | Go | Fence
+Step = View | Go | Welcome | Knock | Fence
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,13 +84,24 @@ class Membership:
     members: tuple[int, ...] = ()
     _present: set[int] = field(default_factory=set)
     _acks: dict[int, int] = field(default_factory=dict)
+    _with_state: set[int] = field(default_factory=set)
 
     def ready(self, member: int) -> list[Step]:
         """A member has started."""
         self._present.add(member)
-        if self.epoch or len(self._present) < self.expected:
+        if self.epoch:
+            return [Welcome(member, self.members[0])]
+        return self._view(self._present) if len(self._present) >= self.expected else []
+
+    def knocked(self, member: int) -> list[Step]:
+        """A task that joins is ready to take the state."""
+        return [Knock(member, self.members[0])]
+
+    def admitted(self, joining: int, epoch: int) -> list[Step]:
+        """The members of a view let a task join, and wait for the next view."""
+        if epoch != self.epoch:
             return []
-        return self._view(self._present)
+        return self._view({*self.members, joining} & self._present)
 
     def lost(self, member: int) -> list[Step]:
         """A member's process has exited."""
@@ -87,22 +116,32 @@ class Membership:
         is_current = epoch == self.epoch and {member, peer} <= self._present
         return [Fence(peer, "does not answer the other workers")] if is_current else []
 
-    def acked(self, member: int, epoch: int, done: int) -> list[Step]:
-        """A member has left the old view, with this number of finished operations."""
+    def acked(self, member: int, epoch: int, done: int, *, has_state: bool = False) -> list[Step]:
+        """A member has left the old view, with this number of finished operations.
+
+        `has_state` says whether it can send the state to the tasks that join.
+        """
         if epoch != self.epoch or member not in self.members:
             return []
         self._acks[member] = done
+        if has_state:
+            self._with_state.add(member)
         if len(self._acks) < len(self.members):
             return []
         most = max(self._acks.values())
-        late = [other for other in self.members if self._acks[other] < most - 1]
+        joining = tuple(other for other in self.members if self._acks[other] < 0)
+        late = [m for m in self.members if 0 <= self._acks[m] < most - 1]
         if late:
             return [Fence(other, "lacks more than one result of the others") for other in late]
-        ahead = [other for other in self.members if self._acks[other] == most]
-        behind = tuple(other for other in self.members if self._acks[other] < most)
-        return [Go(self.epoch, self.members, most, ahead[0], behind)]
+        ahead = [m for m in self.members if self._acks[m] == most]
+        if joining and self._with_state.isdisjoint(ahead):  # the others have to decide again
+            return self._view(set(self.members).difference(joining))
+        ahead = [m for m in ahead if m in self._with_state or not joining]
+        behind = tuple(m for m in self.members if 0 <= self._acks[m] < most)
+        return [Go(self.epoch, self.members, most, ahead[0], behind, joining)]
 
     def _view(self, members: Iterable[int]) -> list[Step]:
         self.epoch += 1
         self.members, self._acks = tuple(sorted(members)), {}
+        self._with_state.clear()
         return [View(self.epoch, self.members)]

@@ -114,7 +114,9 @@ def _check_strategy(options: LaunchOptions) -> None:
     is_here = options.where == "local" and hosts is None
     if options.min_workers is not None and is_here and not (kind.has_servers or kind.is_elastic):
         fix = "leave --min_workers out, or use --strategy ps"
-        _refuse("min_workers", "only a ps or elastic job on one machine runs without all workers", fix)
+        _refuse(
+            "min_workers", "only a ps or elastic job on one machine runs without all workers", fix
+        )
 
 
 def _check_together(options: LaunchOptions) -> None:

@@ -21,6 +21,7 @@ from tfdist.cluster.ports import PortPool
 from tfdist.launch.events import (
     NO_SENSE,
     STOP_SIGNALS,
+    Acquaint,
     AskForStacks,
     Beat,
     Ended,
@@ -244,6 +245,8 @@ class JobProcesses:
                 self._kill_one(task)
             case ShowView(epoch=epoch, members=members) if self._links:
                 self._links.show_view(epoch, members)
+            case Acquaint() if self._links:
+                self._links.acquaint(action)
             case GoOn() if self._links:
                 self._links.go_on(action)
             case AskForStacks(task=task):

@@ -284,7 +284,16 @@ class JobState:
 
     def serves_nobody(self, task: Task) -> bool:
         """Return whether a task is a worker or ps, and the chief has already finished."""
+        if self.waits_to_join(task):
+            return self.is_done
         return self.has_servers and self.is_done and task != EVALUATOR
+
+    def waits_to_join(self, task: Task) -> bool:
+        """Return whether a task of an elastic job runs and is no member yet."""
+        membership = self.membership
+        if membership is None or not membership.epoch or task.type != "worker":
+            return False
+        return task.index not in membership.members
 
     def other_workers(self, failed: Container[Task]) -> list[Task]:
         """Return the running workers of a ps or elastic job that have not failed."""

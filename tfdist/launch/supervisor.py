@@ -17,6 +17,7 @@ from tfdist.errors import EXIT_USAGE, named
 from tfdist.launch.alone import mistake
 from tfdist.launch.diagnosis import Failure, root_of
 from tfdist.launch.events import (
+    Acquaint,
     Action,
     AskForStacks,
     Awakening,
@@ -27,6 +28,8 @@ from tfdist.launch.events import (
     GoOn,
     KillOne,
     MemberAcked,
+    MemberAdmits,
+    MemberKnocks,
     MemberReady,
     PeerBroken,
     Raised,
@@ -39,7 +42,7 @@ from tfdist.launch.events import (
     StopRequest,
     request_name,
 )
-from tfdist.launch.membership import Fence, Go, Step, View
+from tfdist.launch.membership import Fence, Go, Knock, Step, View, Welcome
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import (
     EVALUATOR,
@@ -118,7 +121,14 @@ class _Decision:
             case MemberReady(task=task) if state.membership:
                 self._change(state.membership.ready(task.index))
             case MemberAcked(task=task) if state.membership:
-                self._change(state.membership.acked(task.index, event.epoch, event.done))
+                index, has_state = task.index, event.has_state
+                self._change(
+                    state.membership.acked(index, event.epoch, event.done, has_state=has_state)
+                )
+            case MemberKnocks(task=task) if state.membership:
+                self._change(state.membership.knocked(task.index))
+            case MemberAdmits(joining=joining) if state.membership:
+                self._change(state.membership.admitted(joining.index, event.epoch))
             case PeerBroken(task=task) if state.membership:
                 self._change(state.membership.broken(task.index, event.epoch, event.peer.index))
             case Raised(task=task) if state.is_running(task) and not state.is_ending:
@@ -179,10 +189,16 @@ class _Decision:
                         GoOn(
                             epoch=step.epoch,
                             members=tuple(map(_worker, step.members)),
+                            done=step.done,
                             source=_worker(step.source),
                             behind=tuple(map(_worker, step.behind)),
+                            joining=tuple(map(_worker, step.joining)),
                         )
                     )
+                case Welcome(joining=joining, teacher=member):
+                    self._acquaint(joining, member, is_ready=False)
+                case Knock(joining=joining, first=member):
+                    self._acquaint(joining, member, is_ready=True)
                 case Fence(member=member, reason=reason):
                     failure = Failure(
                         task=_worker(member), cause=reason, exit_code=1, at_s=self._now_s
@@ -190,10 +206,16 @@ class _Decision:
                     if self._is_in_use(failure.task) and not self._go_on(self._dated(failure)):
                         self._fail(self._dated(failure))
 
+    def _acquaint(self, joining: int, member: int, *, is_ready: bool) -> None:
+        joining_task, task = _worker(joining), _worker(member)
+        self._do(Acquaint(joining=joining_task, member=task, is_ready=is_ready))
+
     def _see_chief_done(self) -> None:
         state = self._state
         state.straggler_deadline_s = self._now_s + self._straggler_s
         state.is_done = True
+        for task in filter(state.waits_to_join, state.running):
+            self._do(KillOne(task))
         for served in filter(state.serves_nobody, state.root_cause.tasks):
             state.root_cause.forget(served)  # they saw the chief exit before
 
@@ -317,9 +339,7 @@ class _Decision:
 
     def _may_start(self, failure: Failure) -> bool:
         """Return whether only the failed task can restart. Its host must be reachable."""
-        state = self._state
-        is_possible = failure.task not in self._unreachable and not state.is_member(failure.task)
-        return self._verdict_on(failure).restart and is_possible
+        return self._verdict_on(failure).restart and failure.task not in self._unreachable
 
     def _can_go_on(self, failure: Failure) -> bool:
         """Return whether the job can continue: only an evaluator or workers of a ps job failed."""

@@ -164,7 +164,7 @@ def of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> 
     table[job.task_index] = values
     table = sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)
     if job.shards is not None and job.ring is not None:
-        table[job.ring.absent] = table[0]  # lost members have no values of their own
+        table[job.ring.absent] = table[job.task_index]  # lost members have no values
     return table
 
 
