@@ -86,7 +86,6 @@ def find_learning_rate(  # noqa: D417, PLR0913
     )
     building.build(model, job, feed)
     building.require_known_variables(model)
-    building.require_examples_first(model, job, "train_step", feed)
     rates: list[float] = np.geomspace(lowest, highest, steps).tolist()
     engine = engine_class(job)(job)
     program = program_of(model, job, "train_step", feed, seed=seed)

@@ -217,12 +217,6 @@ class SweepState:
         return [name for name, values in seen.items() if len(values) > 1] or list(seen)
 
     @property
-    def on_log_scale(self) -> set[str]:
-        """Return the hyperparameters that are sampled on a logarithmic scale."""
-        space = (entry["config"] for entry in self.begun.get("space", ()))
-        return {one["name"] for one in space if "log" in str(one.get("sampling"))}
-
-    @property
     def num_failed(self) -> int:
         return sum(trial.status == FAILED for trial in self.trials.values())
 

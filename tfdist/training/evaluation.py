@@ -143,7 +143,6 @@ class Evaluation:
         length = _length(batch_size=batch_size, steps=steps)
         self.feed = prepare(*data, job=job, length=length, shuffle=False, seed=0, model=model)
         building.build(model, job, self.feed, slots="none")  # `fit` creates slots, maybe in shards
-        building.require_examples_first(model, job, "test_step", self.feed)
         program = program_of(model, job, "test_step", self.feed, seed=0)
         self.steps = self.feed.plan.total_steps
         self._blocks = BlockRunner(model, job, engine, program, phase="validate")

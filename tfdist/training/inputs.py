@@ -127,7 +127,6 @@ def prepare(
         seed=seed,
         order=order,
         batch_spec=spec if class_weight is None else _with_weight(spec),
-        rows=batch if ready and not isinstance(source, InputFunctionSource) else None,
         weigh=_class_weights(class_weight),
     )
     _LOG.info("%s", source.describe())
