@@ -44,8 +44,8 @@ def page() -> str:
         _START,
         "## tfdist.launch\n\n[launch.md](launch.md) and [hosts.md](hosts.md) show their use.",
         _table("flag", ((f"`--{one.name}`", *_cells(one)) for one in flags)),
-        "## Variables\n\nAnother launcher than tfdist's sets these variables in "
-        "[its tasks](schedulers.md#variables-for-the-strategy). `tfdist.launch` reads only its flags.",
+        "## Variables\n\nAnother launcher than tfdist's sets these variables in [its "
+        "tasks](schedulers.md#variables-for-the-strategy). `tfdist.launch` reads only its flags.",
         _table("variable", ((one.variable, *_cells(one)) for one in variables)),
         "These variables place a task in its job. They have no flag.",
         _rows(("variable", "meaning"), PLACE.items()),

@@ -78,7 +78,7 @@ def _flags_of(*parsers: argparse.ArgumentParser) -> list[str]:
 
 def _flags_by_page() -> dict[str, list[str]]:
     return {
-        "launch.md": names_of(LaunchFlags),
+        "reference.md": names_of(LaunchFlags),
         "submit.md": _flags_of(request._parser()),
         "tuning.md": names_of(tfdist.tuning.options.SweepOptions),
         "checks.md": _flags_of(check._parser()),
@@ -94,12 +94,12 @@ def test_every_flag_is_in_its_page(page, flags):
 
 
 def test_every_flag_s_default_and_every_variable_is_in_its_table():
-    lines = (DOCS / "launch.md").read_text().splitlines()
+    lines = (DOCS / "reference.md").read_text().splitlines()
     for one in table(LaunchFlags).values():
         if one.help and one.default not in (None, False):
             row = next(line for line in lines if re.match(rf"\| `--{one.name}\b", line))
             assert row.split("|")[2].strip(" `") == str(one.default).removesuffix(".0")
-    rows = re.findall(r"^\| (TFDIST_[^|]*)\|", (DOCS / "schedulers.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (TFDIST_[^|]*)\|", (DOCS / "reference.md").read_text(), re.MULTILINE)
     assert {*NAMES} == {name.strip() for row in rows for name in row.split(",")}
 
 
