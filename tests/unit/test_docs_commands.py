@@ -141,11 +141,10 @@ def test_every_dependency_has_its_reason():
     assert [name for name in names if name not in text] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/evidence.md"])
-def test_every_test_that_holds_a_promise_is_there(page):
+def test_every_test_that_holds_a_promise_is_there():
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    named = re.findall(r"\btest_\w+\.py", (ROOT / page).read_text())
-    assert named
+    named = re.findall(r"\btest_\w+\.py", (DOCS / "evidence.md").read_text())
+    assert len(named) > 30
     assert set(named) <= tests
 
 
