@@ -78,9 +78,11 @@ def _flags_of(*parsers: argparse.ArgumentParser) -> list[str]:
 
 def _flags_by_page() -> dict[str, list[str]]:
     return {
-        "reference.md": names_of(LaunchFlags),
-        "submit.md": _flags_of(request._parser()),
-        "tuning.md": names_of(tfdist.tuning.options.SweepOptions),
+        "reference.md": [
+            *names_of(LaunchFlags),
+            *names_of(tfdist.tuning.options.SweepOptions),
+            *_flags_of(request._parser()),
+        ],
         "checks.md": _flags_of(check._parser()),
         "serving.md": _flags_of(export._parser(), serve._parser()),
         "report.md": _flags_of(report._parser(), top._parser()),
