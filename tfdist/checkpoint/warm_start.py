@@ -135,7 +135,7 @@ def _read(model: keras.Model, path: str, *, best: bool, skip_mismatch: bool) -> 
 def _checked(
     values: dict[str, Any], wanted: dict[str, Any], path: str, *, skip_mismatch: bool
 ) -> list[str]:
-    """Return the keys of variables without a value of their shape, or raise UsageError for one."""
+    """Return the keys of variables without a value of their shape, or raise UsageError."""
     skipped = []
     for key, variable in wanted.items():
         found = values.get(key)

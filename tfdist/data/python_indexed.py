@@ -88,7 +88,7 @@ class PyDatasetSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches in one pass, or `None` for an endless PyDataset."""
+        """Number of batches in a pass, or `None` for an endless PyDataset."""
         count = self._dataset.num_batches
         return None if count is None else int(count)
 

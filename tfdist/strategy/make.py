@@ -67,7 +67,7 @@ def make_strategy(
       strategy: ``single``, ``mirrored``, ``multiworker``, ``ps``, ``pipeline`` or ``auto``. The
         default ``auto`` uses TF_CONFIG, or all GPUs (else the CPU) of this machine without it.
       devices_per_worker: Replicas on this machine (default: TF_CONFIG, else all GPUs).
-      threads: Threads of one operation. TF_NUM_INTRAOP_THREADS overrides it.
+      threads: Threads of an operation. TF_NUM_INTRAOP_THREADS overrides it.
       startup_timeout_s: Seconds to wait for peers before raising (default: TF_CONFIG, else 60).
       min_workers: Workers that a ps job needs to start after `startup_timeout_s` (default:
         TF_CONFIG, else all).
