@@ -578,7 +578,7 @@ def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
 
 
 def _is_of_program(node: Any, seeds: Sequence[int | None]) -> bool:
-    """Return whether only `tf.random.set_seed` sets the seeds: all fits would see the same order."""
+    """Return whether only `tf.random.set_seed` sets the seeds: all fits have the same order."""
     whole, own = seeds
     if whole is None or whole != context.global_seed() or _shuffles_once(node):
         return False
