@@ -143,7 +143,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             require(
                 save_freq == "auto",
                 name,
-                f'{mtbf_s!r} has no effect without save_freq="auto"',
+                f'{mtbf_s!r} has no effect if save_freq is not "auto"',
                 fix='add save_freq="auto", or leave out mtbf_s',
                 code="exclusive",
             )
@@ -152,7 +152,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         require(
             not delete_checkpoint,
             "BackupAndRestore: delete_checkpoint",
-            "True would make a restarted job repeat a finished run",
+            "if True, a restarted job would repeat a finished run",
             fix="leave it out, and delete the directory after the job",
             code="unsupported",
         )

@@ -175,7 +175,7 @@ def loading(path: str | os.PathLike[str]) -> Iterator[None]:
         raise UsageError(
             os.fspath(path),
             f"Keras cannot load the file ({type(error).__name__}: {said:.200})",
-            fix="save the model again. Load a model with custom classes in the program that "
+            fix="save the model again. If it has custom classes, load it in the program that "
             "defines them",
             code="not-loadable",
         ) from error

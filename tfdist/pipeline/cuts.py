@@ -183,7 +183,7 @@ class LayerGraph:
         names = dict.fromkeys(repr(node.operation.name) for node in nodes)
         if len(names) == 1:
             return f"layer {named(names)} is called {len(nodes)} times with {path!r}"
-        return f"layers {named(names)} share {path!r} and must be in one stage"
+        return f"layers {named(names)} share {path!r} and must be in the same stage"
 
     def behind_layers(self, names: Sequence[str]) -> list[int]:
         """Return the positions of cuts after the last call of each named layer.

@@ -173,8 +173,8 @@ class StagedModel:
             keras_compat.compiled(traced).get_concrete_function(outputs, targets, weights)
         if self.compares and self._job.is_chief:
             _LOG.warning(
-                "the loss compares the examples of a batch, so each step is one micro-batch and the"
-                " stages wait for each other. PipelineOptions(split_size=N) compares N at a time"
+                "the loss compares the examples of a batch, so a step is a single micro-batch and "
+                "the stages wait for each other. PipelineOptions(split_size=N) compares N at a time"
             )
 
     def values(self) -> list[np.ndarray]:

@@ -265,6 +265,6 @@ def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
     raise UsageError(
         "optimizer",
         f"{type(optimizer).__name__} cannot update {split[0].path}, because it is split",
-        fix=f"leave out --split_bytes, or use one of {', '.join(_BY_ROWS)}",
+        fix=f"leave out --split_bytes, or use an optimizer of this list: {', '.join(_BY_ROWS)}",
         code="unsupported-optimizer",
     )

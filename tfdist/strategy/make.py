@@ -289,7 +289,7 @@ def _require_devices(options: JobOptions, kind: Kind, config: TaskConfig | None)
     if can_choose or (config is not None and config.task.type == "evaluator"):
         return
     count = 1 if kind.has_one_device else len(tf.config.list_physical_devices("GPU")) or 1
-    each = "one device" if kind.has_one_device else "each visible GPU, or one CPU"
+    each = "one device" if kind.has_one_device else "each visible GPU, or a CPU"
     require(
         options.devices_per_worker in (None, count),
         "make_strategy",
