@@ -3,10 +3,9 @@
 A pass is a compiled function, and a Python loop runs the passes in the order of the schedule.
 Between the two passes of a micro-batch, an eager `tf.GradientTape` keeps the activations. With
 ``recompute`` the stage keeps only inputs and computes the forward pass again, segment by segment.
-Then only a single segment's activations use memory (Chen et al., 2016, arXiv:1604.06174). If a
-backward pass directly follows its forward pass, a single function computes both. With ``compiled``,
-or with one micro-batch, a single function computes the whole step. In its graph the passes run in
-sequence.
+Memory holds a single segment's activations (Chen et al., 2016, arXiv:1604.06174). If a backward
+pass directly follows its forward pass, the same function computes both. With ``compiled``, or with
+one micro-batch, a single function computes the whole step. In its graph the passes run in sequence.
 """
 
 from __future__ import annotations
