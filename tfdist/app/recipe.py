@@ -168,7 +168,7 @@ def _require_channels(config: Any, channels: int) -> None:
             raise UsageError(
                 f"config.augmentation.{name}",
                 f"{len(values)} numbers do not fit the {channels} channels of {config.dataset}",
-                fix="set one number for all channels, or one for each",
+                fix="set a number for all channels, or a number for each channel",
                 code="channels-differ",
             )
 

@@ -242,7 +242,7 @@ def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:
 
 
 def _rows_of_all(variable: Any, job: Job) -> np.ndarray[Any, Any]:
-    """Return ``[replicas, *shape]`` with one row per replica. Collective."""
+    """Return ``[replicas, *shape]``, a row per replica. Collective."""
     rows = np.zeros((job.num_replicas, *variable.shape), _numpy_dtype(variable))
     for replica, copy in zip(job.replica_ids, _copies(variable, job), strict=True):
         rows[replica] = copy.numpy()
@@ -345,7 +345,7 @@ def _is_numbers(value: Any) -> bool:
 def weights_sha256(model: Any) -> str:
     """Return the SHA-256 of `model.weights` in order, as little-endian bytes in C order.
 
-    Reads one variable at a time. Not a collective: any single task may call it.
+    Reads the variables individually. Not a collective: any single task may call it.
     """
     return _sha256(model.weights)
 

@@ -188,7 +188,7 @@ def from_slurm(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
         return None
     if (integer(environ, "SLURM_HET_SIZE") or 1) > 1:
         problem = f"a heterogeneous job of {environ['SLURM_HET_SIZE']} components is not supported"
-        fix = "submit a job of one component, or set TF_CONFIG"
+        fix = "submit a job of a single component, or set TF_CONFIG"
         raise _contradiction("SLURM_HET_SIZE", problem, fix)
     node_of_ranks = _nodes_of_ranks(environ, count=count)
     rank = needed(environ, "SLURM_PROCID", most=count - 1)
@@ -530,7 +530,7 @@ def _disagreement(where: str, problem: str, or_else: str) -> UsageError:
 
 
 def _missing(where: str, problem: str, fix: str) -> UsageError:
-    return _contradiction(where, problem, f"{fix}, or set {CLUSTER}=none for a single process")
+    return _contradiction(where, problem, f"{fix}, or set {CLUSTER}=none if the job has one task")
 
 
 def _contradiction(where: str, problem: str, fix: str) -> UsageError:

@@ -111,7 +111,7 @@ def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int =
     """Return the value of an integer variable. Raise `UsageError` if it is not set."""
     value = integer(environ, name, least=least, most=most)
     if value is None:
-        fix = f"pass it on to the task, or set {CLUSTER}=none for a single process"
+        fix = f"pass it on to the task, or set {CLUSTER}=none if the job has one task"
         raise UsageError(name, "the variable is not set", fix=fix, code="ENV007")
     return value
 

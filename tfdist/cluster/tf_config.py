@@ -193,7 +193,7 @@ def _check_roles(cluster: ClusterSpec) -> None:
             raise UsageError(
                 "cluster",
                 f"a cluster with ps needs a {type_}, but has none",
-                fix=f'add "{type_}": ["host:port"], or remove "ps" for a multiworker job',
+                fix=f'add "{type_}": ["host:port"], or remove "ps" if the job is multiworker',
                 code="TFC014",
             )
 
@@ -209,7 +209,7 @@ def _check_not_empty(cluster: ClusterSpec, addresses: Mapping[str, object]) -> N
         raise UsageError(
             f"cluster {named[0]}",
             "the cluster has no training task",
-            fix=f"list the address of each {named[0]}, or unset TF_CONFIG for a single process",
+            fix=f"list the address of each {named[0]}, or unset TF_CONFIG if the job has one task",
             code="TFC009",
         )
 
@@ -347,7 +347,7 @@ def _check_agreement(config: TaskConfig) -> None:
         (
             is_training and kind.is_one_process and count > 1,
             f"{count} training tasks",
-            "keep one training task",
+            "keep a single training task",
         ),
     ):
         if is_wrong:

@@ -202,7 +202,7 @@ def _require_one_rate(model: keras.Model) -> None:
     require(
         hasattr(optimizer, "_learning_rate") and not several,
         "find_learning_rate",
-        f"the optimizer {type(optimizer).__name__} does not have one learning rate",
+        f"the optimizer {type(optimizer).__name__} does not have a single learning rate",
         fix="compile the model with the optimizer to tune",
         code="no-learning-rate",
     )

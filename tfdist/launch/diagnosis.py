@@ -281,7 +281,7 @@ def _text_of_waiting(waiting: Iterable[Watched], *, but: Watched) -> str:
 
 _CHECK_EVERY_S = 1.0
 LATE_S = 3.0
-"""Delay of a check, in seconds, after which the launcher and not a task was held up."""
+"""If a check is this late, in seconds, the launcher and not a task was held up."""
 
 _SUSPECT_S = 3.0  # seconds of silence, in a job that hangs
 _TRACE_TIMEOUTS = 3  # tracing a large model is slow, but happens once

@@ -77,7 +77,7 @@ class Beat:
     task: Task
     phase: str
     step: int | None
-    """Finished optimizer steps (`None` before the training loop)."""
+    """Finished optimizer steps (`None` if the training loop did not start)."""
     since_s: float
     """Time at which the task entered the phase or finished its last step."""
     first_step_s: float | None

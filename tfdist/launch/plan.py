@@ -46,7 +46,7 @@ class Attempt:
     tasks: tuple[Task, ...]
     """Tasks on this host."""
     hosts: dict[str, str] = field(default_factory=dict)
-    """Host of each task, by the task's name (empty for a job on one host)."""
+    """Host of each task, by the task's name (empty if the job runs on one host)."""
 
     @property
     def logs(self) -> Path:
@@ -93,7 +93,7 @@ class JobDescription:
     is_terminal: bool = False
     """Whether the tasks' output is shown on a terminal."""
     ports: Sequence[int] | None = None
-    """Ports that the tasks may use (`None`: any)."""
+    """Ports that the tasks may use (if `None`, any port)."""
     given: LaunchOptions = field(default_factory=LaunchOptions)
     """Options of the command line, which the hosts of the job do not complete."""
     open_files: tuple[int, int] = field(

@@ -254,7 +254,7 @@ class JobScreen:
         self._hues: dict[Task, int] = {}
         self._remote_lines: dict[Task, tuple[str, ...]] = {}
         self.hosts: dict[Task, str] = {}
-        """Host of each task (empty for a job on one host)."""
+        """Host of each task (empty if the job runs on one host)."""
 
     def open(self, task: Task, log_path: Path, *, is_chief: bool) -> TaskOutput:
         """Return a new output for a task, or raise OSError if its log cannot be created."""

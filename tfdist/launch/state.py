@@ -160,7 +160,7 @@ class JobState:
     grace_s: float
     """Seconds a task has to exit before it is killed."""
     min_workers: int | None = None
-    """Number of workers that a ps job needs before its first step (`None`: all)."""
+    """Number of workers that a ps job needs before its first step (if `None`, all)."""
     policy: RestartPolicy
     """Restart policy of the job, which also counts the restarts of earlier attempts."""
     watchdog: Watchdog
@@ -170,7 +170,7 @@ class JobState:
     started_s: float = field(init=False)
 
     step: int | None = None
-    """Highest step that any task has reported (`None` before training)."""
+    """Highest step that any task has reported (`None` if no task trains yet)."""
     first_step_s: float | None = None
     """Time at which the first step of this attempt finished."""
     hang: PendingHang | None = None

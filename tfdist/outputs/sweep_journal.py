@@ -119,13 +119,13 @@ class Trial:
     began_at: float | None = None
     ended_at: float | None = None
     started_at: float | None = None
-    """Time of its last start, `None` while it does not run."""
+    """Time of its last start, `None` if it does not run."""
     ran_s: float = 0.0
     """Total run time of its ended jobs in seconds."""
     asked: Mapping[str, Any] | None = None
-    """Values requested by its program, including fixed ones, `None` if not known yet."""
+    """Values requested by its program, including fixed values, `None` if not known yet."""
     measured_by: tuple[str, ...] | None = None
-    """Trials that were completed at the first start of this trial, `None` before the start."""
+    """Trials that were completed at the first start of this trial, `None` if it did not start."""
 
     @property
     def is_over(self) -> bool:
@@ -150,7 +150,7 @@ class SweepState:
     begun: Mapping[str, Any] = field(default_factory=dict)
     trials: dict[str, Trial] = field(default_factory=dict)
     finished: str | None = None
-    """Reason for the end of the sweep, `None` while it runs."""
+    """Reason for the end of the sweep, `None` if it still runs."""
     is_complete: bool = False
     """Whether the sweep ended because all trials were done."""
     retrained: str | None = None

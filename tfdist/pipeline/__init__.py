@@ -6,7 +6,7 @@ https://arxiv.org/abs/1811.06965; Narayanan et al., 2019, https://arxiv.org/abs/
 
     cuts      possible cuts of a model, and the choice of cuts by measured times
     schedule  order of each stage's passes, and balance of the stages (pure functions)
-    stage     passes, gradient sums and messages of one stage
+    stage     passes, gradient sums and messages of a stage
     link      transfer of arrays between two neighbouring stages
     staged    one task's view of the compiled model: loss, metrics and optimizer of its stage
     union     owner of each variable, and transfer of values from the owner

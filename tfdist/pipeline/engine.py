@@ -204,7 +204,7 @@ class PipelineEngine(Engine):
         rows = len(program.feed.plan.span(step))
         micros = [1, *(place.count * 2**k for k in range(5))]
         sizes = sorted({-(-rows // (place.pipelines * each)) for each in micros}, reverse=True)
-        for _ in range(2):  # one measurement may be noisy: try near-best sizes again
+        for _ in range(2):  # a measurement may be noisy: try near-best sizes again
             for size in sizes:
                 place.chosen.split_size = size
                 took_s = self._timed(staged, program, step, batch)
@@ -224,7 +224,7 @@ class PipelineEngine(Engine):
         """Return the fastest time of a step's passes in seconds. Restore changed variables."""
         batches = self._micro_batches(staged, program, step, batch)
         changed = [(v, v.numpy()) for v in (*staged.statistics, *staged.metrics)]
-        # Compile before timing: one micro-batch of each size, or all if they are one call.
+        # Compile before timing: a micro-batch of each size, or all if a single call runs them.
         sizes = {int(batch.share * 1e6): batch for batch in batches}
         whole = staged.stage.keep == "compiled"
         self._timed_passes(staged, step, batches if whole else list(sizes.values()))

@@ -1,8 +1,8 @@
 """Parameter server engine: the chief dispatches ranges of steps to workers.
 
-A step is one update by one worker. The chief sends arrays to a worker once, and the worker keeps
-them. A worker returns the metrics of its range with the result, and the chief adds them up. Counts
-never depend on a variable that several workers write at once.
+A step is an update by a single worker. The chief sends arrays to a worker once, and the worker
+keeps them. A worker returns the metrics of its range with the result, and the chief adds them up.
+Counts never depend on a variable that several workers write at once.
 """
 
 from __future__ import annotations
@@ -382,7 +382,7 @@ class Work:
             parallel_iterations=1,
         )[0]
         stale = self._clock.staleness(end.ages) if self._clock else tf.zeros([0])
-        # One vector, because each tensor would be a separate message.
+        # A single vector, because each tensor would be a separate message.
         parts = [tf.reshape(tf.cast(p, tf.float64), [-1]) for p in (*end.totals, end.logs, stale)]
         return tf.concat(parts, 0), [[row.stack() for row in noted] for noted in end.rows]
 
@@ -535,7 +535,7 @@ class UpdateClock:
         kept = dict(zip(self._counts, ages, strict=True))
         for device in self._counting:
             with tf.device(device), tf.control_dependencies(writes.get(device, [])):
-                # Adds 1 and returns the value before it, in one operation.
+                # An atomic operation adds 1 and returns the previous value.
                 number = tf.raw_ops.ResourceCountUpTo(
                     resource=self._counts[device].handle, limit=_NO_LIMIT, T=tf.int64
                 )

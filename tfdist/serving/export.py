@@ -216,8 +216,8 @@ def _checked(export: _Export, samples: Any, wanted: Any, *, apart: Any) -> dict[
     if not by_example:
         _LOG.warning(
             "export: an example's outputs depend on its batch, or the check needs samples=... with "
-            "different examples. tfdist.serve will compute each request separately. Start "
-            "TensorFlow Serving without --enable_batching"
+            "different examples. tfdist.serve will compute each request separately. If "
+            "you use TensorFlow Serving, start it without --enable_batching"
         )
     return {
         "by_example": by_example,
@@ -535,7 +535,7 @@ def read_model(
             source.is_file() and (step, best, make) == (None, False, None),
             str(source),
             problem if source.is_file() else "the file does not exist",
-            fix="check the path, and use --step, --best and --model only for checkpoints",
+            fix="check the path, and use --step, --best and --model only if it has checkpoints",
             code="not-a-source",
         )
         origin = {"file": str(source.absolute()), "saved_at": source.stat().st_mtime}

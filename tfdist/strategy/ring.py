@@ -295,7 +295,7 @@ class Ring:
 
 @functools.lru_cache(maxsize=64)
 def _chunks(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
-    """Divide arrays of these sizes into `count` chunks, as one sequence or each array `apart`."""
+    """Divide arrays of these sizes into `count` chunks, as a sequence or each array `apart`."""
     if apart:
         bounds = [_bounds(size, count) for size in sizes]
         return [
@@ -317,7 +317,7 @@ def _chunks(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Pi
 def _bounds(size: int, count: int) -> list[int]:
     """Divide `size` elements among workers, in whole vectors of the widest CPU instructions.
 
-    The CPU computes elements after the last whole vector one by one. For some operations
+    The CPU computes elements after the last whole vector individually. For some operations
     (`rsqrt`) this changes the last bit. With whole vectors, a part gets the bits of the whole.
     """
     vectors = -(-size // _VECTOR)

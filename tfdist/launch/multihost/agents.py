@@ -54,7 +54,7 @@ _PROBLEMS = (
     (
         r"Permission denied",
         "let ssh {host} log in without a password: add your key to its authorized_keys, and use "
-        "ssh-agent for a key with a passphrase",
+        "ssh-agent if the key has a passphrase",
     ),
     (r"Could not resolve hostname", "correct the name in --hosts, or add it to ~/.ssh/config"),
     (r"Invalid node name|Invalid job id|not in this job", "list only nodes of this allocation"),
