@@ -204,18 +204,6 @@ def test_inputs_without_names_have_the_same_names_in_each_export(tmp_path, warni
     assert warnings() == []
 
 
-def test_other_inputs_or_outputs_than_the_version_before_are_a_warning(tmp_path, warnings):
-    tfdist.export_model(line(), tmp_path)
-    (tmp_path / "line" / "1" / MANIFEST).unlink()  # as of a version that others have written
-    for _ in range(2):
-        tfdist.export_model(line(layers.Dense(2, name="z")), tmp_path)
-    assert warnings() == []
-    tfdist.export_model(line(layers.Dense(3, name="z")), tmp_path, version=9)
-    (told,) = warnings()
-    before, after = {"z": ["float32", [None, 2]]}, {"z": ["float32", [None, 3]]}
-    assert told.startswith(f"export: version 9 has outputs {after}, but version 3 has {before}. ")
-
-
 @pytest.mark.parametrize(
     "samples",
     [np.ones((2, 4)), np.ones(3), np.ones((0, 3)), np.array([["a"] * 3]), [np.ones((2, 3))] * 2],

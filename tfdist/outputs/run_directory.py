@@ -50,7 +50,6 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self.summary_file = self.path / "summary.json"
         self.model_file = self.path / "model.keras"
-        self.plot_file = self.path / "metrics.png"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
 
