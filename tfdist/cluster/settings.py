@@ -16,10 +16,8 @@ from tfdist.cluster.ports import parse_ports
 from tfdist.errors import UsageError
 from tfdist.options import (
     CLUSTER,
-    HOSTS,
     LAUNCHED,
-    LOCAL_RANK,
-    NODE_RANK,
+    PLACE,
     PORTS,
     RESTARTS,
     STAGES,
@@ -34,8 +32,7 @@ LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 """Variable that makes tf.keras Keras 2 (package tf_keras). `import keras` remains Keras 3."""
 
 _OF_OPTIONS = {one.variable: one for one in table(JobSettings).values() if one.variable}
-_OF_PLACE = (HOSTS, NODE_RANK, LOCAL_RANK, RESTARTS, UNCOUNTED_RESTARTS)
-NAMES = (CLUSTER, *_OF_OPTIONS, *_OF_PLACE)
+NAMES = (*_OF_OPTIONS, *PLACE)
 
 _MAX = 2**31 - 1
 _COUNTS_OF_RESTARTS = (RESTARTS, UNCOUNTED_RESTARTS, "SLURM_RESTART_COUNT")
