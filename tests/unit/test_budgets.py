@@ -26,7 +26,7 @@ LINES = {
     "launch": 8_356,
     "strategy": 2_472,
     "data": 2_669,
-    "checkpoint": 2_771,
+    "checkpoint": 2_778,
     "training": 8_244,
     "ps, pipeline": 4_938,
     "tuning": 3_145,

@@ -285,6 +285,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self.remote:
             self.remote.raise_error()
 
+    def finish(self) -> None:
+        """Wait until the last save is on the disk and at the URL. Raise the error of either."""
+        self.wait()
+        if self.remote:
+            self.remote.close()
+            self.remote.raise_error()
+
     def close(self) -> None:
         """Wait for a running write and release the directory. `save` locks it again.
 

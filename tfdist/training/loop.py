@@ -374,7 +374,7 @@ class TrainLoop:
         """Wait for unfinished writes, then handle a stop signal received after the last step."""
         with phases.entered("save"):
             for backup in self._plan.backups:
-                backup.wait()
+                backup.finish()
             mine = np.array(self._requests.slots())
             slots = sum_over_tasks(self._job, mine, of="signals at the end")
         signum = signal_of(slots.tolist())
@@ -389,7 +389,7 @@ class TrainLoop:
         at_epoch_begin: bool = False,
         logs: Mapping[str, Any] | None = None,
     ) -> NoReturn:
-        """Save a checkpoint, wait until it is on the disk, and raise `Stopped`. A collective.
+        """Save a checkpoint, wait until it is written, and raise `Stopped`. A collective.
 
         If an epoch has only begun, skip the save: the end of any previous epoch is saved.
         The resumed run calls the first hooks of this epoch again.
@@ -399,7 +399,7 @@ class TrainLoop:
                 self._save(backup, logs=logs)
         with phases.entered("save"):
             for backup in self._plan.backups:
-                backup.wait()
+                backup.finish()
         self._log_and_stop(signum)
 
     def _log_and_stop(self, signum: int) -> NoReturn:
