@@ -165,7 +165,7 @@ def require_same_variables(
     require(
         not differences,
         where,
-        f"the checkpoint belongs to another model: {_named(differences)}",
+        f"the checkpoint belongs to another model: {_summary(differences)}",
         fix=_ANOTHER,
         code="another-model",
     )
@@ -199,7 +199,7 @@ def require_same_configuration(
     require(
         not differences,
         where,
-        f"the checkpoint belongs to another configuration: {_named(differences)}",
+        f"the checkpoint belongs to another configuration: {_summary(differences)}",
         fix=_ANOTHER,
         code="another-configuration",
     )
@@ -226,7 +226,7 @@ def _roles(names: Mapping[str, Any]) -> dict[str, str]:
     return roles
 
 
-def _named(differences: Sequence[str]) -> str:
+def _summary(differences: Sequence[str]) -> str:
     """Return the first differences, with control characters escaped: names may be untrusted."""
     text = named(differences, most=_DIFFERENCES_SHOWN)
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -313,11 +313,11 @@ def _settings(thing: Any) -> Settings:
         config = thing.get_config()
     except (AttributeError, NotImplementedError, TypeError, ValueError):
         config = {}  # a custom class without a configuration
-    plain = _plain(config) if isinstance(config, dict) else {}
+    plain = _relevant(config) if isinstance(config, dict) else {}
     return {**plain, "class": getattr(thing, "__name__", type(thing).__name__)}
 
 
-def _plain(config: Settings) -> Settings:
+def _relevant(config: Settings) -> Settings:
     """Return the settings to compare, as JSON values."""
     plain: Settings = {}
     for key, value in config.items():
@@ -328,7 +328,7 @@ def _plain(config: Settings) -> Settings:
         elif _is_numbers(value):
             plain[key] = json.loads(json.dumps(value))  # tuples as lists
         elif key.endswith(_BY_CLASS) and isinstance(value, dict):
-            plain[key] = {"class": value.get("class_name"), **_plain(value.get("config") or {})}
+            plain[key] = {"class": value.get("class_name"), **_relevant(value.get("config") or {})}
     return plain
 
 

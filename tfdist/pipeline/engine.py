@@ -22,11 +22,11 @@ from tfdist.errors import PeerLost
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.stage import MicroBatch, Stage, StageLinks, Tensors
-from tfdist.pipeline.staged import StagedModel, staged_model
+from tfdist.pipeline.staged_model import StagedModel, staged_model
 from tfdist.pipeline.union import making_empty_slots
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import rows_of_all_tasks
-from tfdist.strategy.stages import Stages
+from tfdist.strategy.pipeline_setup import Stages
 from tfdist.training import keras_compat
 from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Feed, Part, rows_of

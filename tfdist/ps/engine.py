@@ -99,14 +99,14 @@ class ParameterServerEngine(Engine):
             with self._nothing_left_after_an_error():
                 self._worker_pool.wait_until_begun()
             # In order of dispatch, so that sums do not depend on which worker finished first.
-            self._take(list(itertools.takewhile(lambda p: p.future.done(), self._under_way)))
+            self._collect(list(itertools.takewhile(lambda p: p.future.done(), self._under_way)))
         else:
             self.finish(program)
         return work.logs
 
     def finish(self, program: StepProgram) -> dict[str, float]:
         """Wait for the work units that `run` left in flight. Return the last step's logs."""
-        self._take(list(self._under_way))
+        self._collect(list(self._under_way))
         return self._work[program].logs if program in self._work else {}
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class ParameterServerEngine(Engine):
     def steps_under_way(self) -> int:
         return sum(unit.last - unit.first for unit in self._under_way)
 
-    def _take(self, units: Sequence[DispatchedBlock]) -> None:
+    def _collect(self, units: Sequence[DispatchedBlock]) -> None:
         with self._nothing_left_after_an_error():
             for unit in units:
                 self._account(unit, unit.future.result())
@@ -332,7 +332,7 @@ class Work:
             numbers = np.append(numbers, self._counts_of_step_0 + first * self._counts_each)
         with adding_in_order():
             found = self._closure(given, tf.constant(numbers))
-        return keras.tree.map_structure(_fetched, found)
+        return keras.tree.map_structure(_as_numpy, found)
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
         """Add the totals and set the logs of a range. Return the staleness of its steps."""
@@ -456,7 +456,7 @@ class Work:
         return returned[0], [local[id(v)] for v in program.metrics] if totals else []
 
 
-def _fetched(value: Any) -> Any:
+def _as_numpy(value: Any) -> Any:
     """Return a worker's result as an array or number. Ragged and sparse values keep their type."""
     if isinstance(value, tf.Tensor):
         return value.numpy()

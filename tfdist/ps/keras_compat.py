@@ -131,11 +131,11 @@ def taken(variable: Any) -> tf.Tensor:
     parts = []
     for part in parts_of(variable._value):
         with tf.device(part.device):
-            parts.append(_take(part))
+            parts.append(_take_sum(part))
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
-def _take(part: Any) -> tf.Tensor:
+def _take_sum(part: Any) -> tf.Tensor:
     mutex = tf.raw_ops.MutexV2(shared_name=f"taken/{part._unique_id}")
     lock = tf.raw_ops.MutexLock(mutex=mutex)
     with tf.control_dependencies([lock]):

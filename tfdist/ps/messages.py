@@ -117,7 +117,7 @@ def read_together(operations: Sequence[tf.Operation]) -> None:
             _give(tf.identity(values[0]), uses)
     for (server, _), small in alike.items():
         values = [value for value, _ in small]
-        for here, (_, uses) in zip(_fetched(values, server=server), small, strict=True):
+        for here, (_, uses) in zip(_received_packed(values, server=server), small, strict=True):
             _give(here, uses)
 
 
@@ -152,7 +152,7 @@ def _uses_by_worker(
     ]
 
 
-def _fetched(values: list[tf.Tensor], *, server: str) -> list[tf.Tensor]:
+def _received_packed(values: list[tf.Tensor], *, server: str) -> list[tf.Tensor]:
     """Return `values` on the worker, sent by their server as a single tensor."""
     if len(values) == 1:
         return [tf.identity(values[0])]

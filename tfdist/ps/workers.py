@@ -162,7 +162,7 @@ class WorkerPool:
                 life += 1
                 executor = tf_executor.new_executor(enable_async=False)
             incarnation = WorkerIncarnation(worker_index=worker, life=life)
-            unit = self._take(incarnation)
+            unit = self._next_unit(incarnation)
             if unit is None:
                 return
             if unit.losses and not self._members.answers(worker):
@@ -193,7 +193,7 @@ class WorkerPool:
         time.sleep(_PROBE_EVERY_S)
         return False
 
-    def _take(self, incarnation: WorkerIncarnation) -> WorkUnit | None:
+    def _next_unit(self, incarnation: WorkerIncarnation) -> WorkUnit | None:
         """Wait for the next work unit and return it, or `None` after the pool has failed."""
         with self._changed:
             self._changed.wait_for(

@@ -37,8 +37,8 @@ from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import Job, current_job, remember
 from tfdist.strategy.layer_devices import PlacedStrategy
+from tfdist.strategy.pipeline_setup import PipelineOptions
 from tfdist.strategy.ring import Ring, connect
-from tfdist.strategy.stages import PipelineOptions
 
 _LOG = logging.getLogger(__name__)
 _NEIGHBOURS_S = 20.0

@@ -254,7 +254,7 @@ class Ring:
             return False
         except OSError as error:
             raise ConnectionError(f"lost {self._next}: {error.strerror or error}") from error
-        _take(out, sent)
+        _remove_first(out, sent)
         return True
 
     def _receive(self, into: deque[memoryview]) -> bool:
@@ -268,7 +268,7 @@ class Ring:
             raise ConnectionError(f"lost {self._previous}: {reason}") from error
         if not received:
             raise ConnectionError(f"lost {self._previous}: it closed the connection")
-        _take(into, received)
+        _remove_first(into, received)
         return True
 
     def _wait(self, out: deque[memoryview], into: deque[memoryview]) -> None:
@@ -335,7 +335,7 @@ def _views(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[memo
     return deque(arrays[i][start:stop].view(np.uint8).data for i, start, stop in pieces)
 
 
-def _take(views: deque[memoryview], count: int) -> None:
+def _remove_first(views: deque[memoryview], count: int) -> None:
     """Remove the first `count` bytes."""
     while count:
         if count < len(views[0]):

@@ -40,7 +40,7 @@ from tfdist.pipeline.union import (
 )
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
-from tfdist.strategy.stages import cut_key
+from tfdist.strategy.pipeline_setup import cut_key
 from tfdist.training import keras_compat
 from tfdist.training.feed import rows_of
 from tfdist.training.program import is_own
