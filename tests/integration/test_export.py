@@ -21,7 +21,6 @@ from tfdist.checkpoint.publish import _written
 from tfdist.errors import TfdistError
 from tfdist.files import FileLock
 from tfdist.serving import export as exports
-from tfdist.serving.export import MANIFEST
 
 layers = keras.layers
 RNG = np.random.RandomState(0)
