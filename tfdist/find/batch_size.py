@@ -207,7 +207,6 @@ def _too_much(limit_bytes: int) -> str:
 
 
 def _trial(size: int, status: int, cause: str, answer: str, output: str) -> BatchTrial:
-    """Convert the output and exit status of a child to a trial."""
     if cause:
         return BatchTrial(batch_size=size, fits=False, cause=cause)
     found = json.loads(answer) if answer else {}
@@ -305,7 +304,6 @@ def find_batch_size(  # noqa: D417
 
 
 def replicas_here(job: Any) -> int:
-    """Return how many replicas are on this machine."""
     if job.config is None or not job.kind.has_whole_workers:
         return int(job.num_replicas)
     cluster, mine = job.config.cluster, job.config.task
