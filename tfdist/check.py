@@ -67,7 +67,6 @@ Findings = Iterator[Finding]
 
 
 def of_error(error: UsageError, *, subject: str = "") -> Finding:
-    """Convert an error of a parser to a finding."""
     where = f"{subject} {error.where}".strip() if error.where != subject else subject
     return Finding(subject=where, problem=error.problem, fix=error.fix)
 

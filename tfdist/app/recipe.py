@@ -71,7 +71,6 @@ def transform_of(config: Any) -> Compose:
 
 
 def virtual_epochs(config: Any) -> VirtualEpochs:
-    """Return the length of the run."""
     return VirtualEpochs(total_examples=config.total_examples, checkpoints=config.checkpoints)
 
 

@@ -208,7 +208,6 @@ def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
 def _trackers(
     config: Any, directory: RunDirectory, *, seed: int
 ) -> Sequence[keras.callbacks.Callback]:
-    """Return the chief's callback of the configured tracker, if the tracker is available."""
     if config.tracker == "none" or not is_chief():
         return ()
     made = make_tracker(

@@ -94,7 +94,6 @@ class ProgressDisplay:
 
 
 def _number(value: float) -> str:
-    """Format a loss or metric."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
@@ -105,7 +104,6 @@ def _duration(seconds: float) -> str:
 
 
 def show_result(summary: Mapping[str, Any], *, run_dir: str) -> None:
-    """Print the summary of a run."""
     rows = _result_rows(summary, run_dir=run_dir)
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
@@ -113,7 +111,6 @@ def show_result(summary: Mapping[str, Any], *, run_dir: str) -> None:
 
 
 def _result_rows(summary: Mapping[str, Any], *, run_dir: str) -> list[tuple[str, str]]:
-    """Return the label and value of each row."""
     rows = [("result", str(summary["status"])), ("strategy", strategy_line(summary))]
     resumed = summary.get("resumed_from_step")
     steps = f"{summary['steps']:,}" + (f" (resumed from {resumed:,})" if resumed else "")

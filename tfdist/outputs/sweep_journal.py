@@ -157,7 +157,6 @@ class SweepState:
     """Trial with the values for the final training, `None` if there is no final training."""
 
     def apply(self, line: Mapping[str, Any]) -> None:
-        """Apply one line of the journal."""
         event = line["event"]
         if event == "begun":
             self.begun = line
@@ -204,7 +203,6 @@ class SweepState:
 
     @property
     def is_max(self) -> bool:
-        """Return whether a higher score is better."""
         return self.begun.get("direction") == "max"
 
     @property

@@ -65,7 +65,6 @@ class Series:
 
     @property
     def known(self) -> list[tuple[float, float]]:
-        """Return the finite points."""
         return [(x, y) for x, y in self.points if math.isfinite(y)]
 
 
@@ -231,7 +230,6 @@ def section(title: str, content: str) -> str:
 
 
 def card(content: str, css: str = "") -> str:
-    """Return a card."""
     return f'<div class="card {css}">{content}</div>'
 
 
@@ -285,7 +283,6 @@ def table(head: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: int | 
 
 
 def badge(status: str) -> str:
-    """Return a status as a badge."""
     word = status.split(":")[0]
     css = {"done": "good", "finished": "good", "completed": "good", "running": "live"}.get(word)
     css = css or ("bad" if word.startswith("failed") else "warn")

@@ -314,8 +314,6 @@ class Front:
         return grpc.method_handlers_generic_handler(_PREDICTION, methods)
 
     def _grpc(self, kind: Kind) -> Callable[[Any, Any], Awaitable[bytes]]:
-        """Return the handler for requests of a kind."""
-
         async def handle(_: Any, context: Any) -> bytes:
             start = time.monotonic()
             name, code, payload = "", Code.CANCELLED, b""  # defaults if the client cancels

@@ -301,7 +301,6 @@ class TunerSweep(Sweep):
 
 
 def _trial_program() -> TrialProgram:
-    """Return this program as the program of each trial."""
     main: Any = sys.modules["__main__"]
     program = own_program(main, sys.argv[1:])
     can_fork = imports_tensorflow(program, search=[os.getcwd(), *sys.path])

@@ -435,7 +435,6 @@ def _write(path: Path, content: Any) -> None:
 
 
 def default_dir(tuner: Any) -> Path:
-    """Return the default sweep directory for a tuner."""
     return Path(f"{tuner.directory}/{tuner.project_name}-sweep")
 
 

@@ -417,7 +417,6 @@ class LauncherRunner:
         poll.poll(timeout_s * 1000)
 
     def command(self, job: TrialJob) -> list[str]:
-        """Return the launcher's command line for a trial."""
         launcher = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(job.run_dir)]
         if self.elsewhere is not None:
             launcher += self.elsewhere.flags(job.slot)
@@ -555,7 +554,6 @@ class LaunchedTrial:
             os.kill(self._process.pid, signum)
 
     def _read_report(self) -> dict[str, Any] | None:
-        """Return the content of report.json, or `None` if it cannot be read."""
         with contextlib.suppress(TfdistError):
             return read_json(self._job.run_dir / "report.json")
         return None
