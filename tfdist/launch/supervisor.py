@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE, named
 from tfdist.launch.alone import mistake
-from tfdist.launch.diagnosis import Failure, root_of
+from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import (
     Action,
     AskForStacks,
@@ -203,7 +203,7 @@ class _Decision:
             if failure is None:
                 self._find_hang()
                 return
-            failure = self._dated(root_of(failure, state.watchdog))
+            failure = self._dated(failure)
             if not self._go_on(failure):
                 # The failed task's process may still print a traceback.
                 self._fail(failure, but=(failure.task,))
@@ -217,10 +217,12 @@ class _Decision:
         if self._now_s < state.watchdog.next_check_s():
             return
         hang = state.watchdog.find_hang(self._now_s)
-        if hang is None or state.serves_nobody(hang.task) or not self._is_in_use(hang.task):
+        if hang is None:
             return
-        failure = Failure(task=hang.task, cause=hang.cause, exit_code=1, at_s=hang.since_s)
-        failure, stuck = self._dated(failure), hang.stuck
+        failure, stuck = self._dated(hang[0]), hang[1]
+        known = state.tasks[failure.task]
+        if state.serves_nobody(failure.task) or not known.is_running or known.failed_alone:
+            return
         if self._can_go_on(failure):  # the other tasks continue undisturbed
             stuck = tuple(task for task in stuck if task == failure.task)
         self._fail_after_stacks(failure, stuck)
@@ -233,11 +235,6 @@ class _Decision:
             self._say(f"{failure.task}: {failure.cause}; Python stacks of {named(stuck)}:")
         for task in stuck:
             self._do(AskForStacks(task))
-
-    def _is_in_use(self, task: Task) -> bool:
-        """Return whether a task runs and the launcher is not killing it for a failure."""
-        known = self._state.tasks[task]
-        return known.is_running and known.failed_alone is None
 
     def _end_hang(self) -> None:
         """Act on a hanging task after the stacks were printed."""
