@@ -89,11 +89,6 @@ The root cause
 1: 5 w0 fails LOST
 > 5.1 failed w0: LOST (exit code 1); exit 1
 
-Tasks that train alone
-# one of them, as one task may train for all
-3: 5 w1 step 3 alone 1; 9 w1 step 5 alone 1; 20 w0 ends 0; 20 w1 ends 0; 20 w2 ends 0
-> 20 exit 0
-
 The end of the others
 # the first failure stops the others
 3 deaf=w0: 5 w1 ends 3
@@ -314,7 +309,7 @@ def happening(text):
         case "step":
             beat = {"task": who, "phase": "step", "step": int(first), "since_s": at_s}
             first_s = float(more["first"]) if "first" in more else None
-            yield at_s, Beat(**beat, first_step_s=first_s, at_s=at_s, is_alone="alone" in more)
+            yield at_s, Beat(**beat, first_step_s=first_s, at_s=at_s)
         case "hangs":
             stuck = tuple(tasks(" ".join(rest)))
             yield at_s, (Failure(task=who, cause="hangs: silent", exit_code=1, at_s=3.0), stuck)
@@ -493,16 +488,6 @@ def test_history(history, outcome):
 )
 def test_what_is_done_is_said(history, said):
     assert [short(text) for text in play(history)[1].said] == said
-
-
-def test_a_second_task_that_trains_alone_ends_the_job_for_good():
-    state, world = play(
-        "3 max_restarts=3: 5 w1 step 3 alone 1; 6 w0 step 3; 7 w2 step 1 alone 1;"
-        " 8 w0 step 4 alone 1"
-    )
-    assert (state.exit_code, state.restart) == (2, "")
-    assert "7 failed w2: model.fit: w2 and w1 train separate models" in (said := transcript(world))
-    assert said.count("failed") == 1
 
 
 def test_every_process_has_a_record():

@@ -129,7 +129,6 @@ def run(pipe):
 
 
 BEAT = {
-    "is_alone": False,
     **{"event": "beat", "task": "worker-0"},
     **dict.fromkeys(("first_step_s", "awaited")),
 }

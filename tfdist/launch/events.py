@@ -84,8 +84,6 @@ class Beat:
     """Time at which this process finished its first steps."""
     at_s: float
     awaited: PendingWork | None = None
-    is_alone: bool = False
-    """Whether the task trains a separate model with Keras (see `tfdist.launch.alone`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE, named
-from tfdist.launch.alone import mistake
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import (
     Action,
@@ -124,19 +123,6 @@ class _Decision:
         if first_s is not None:
             state.first_step_s = first_s if known_s is None else min(known_s, first_s)
         state.watchdog.beat(beat)
-        if beat.is_alone and beat.task not in state.alone:
-            state.alone.append(beat.task)
-            if len(state.alone) > 1 and not state.is_ending:
-                self._end_copies()
-
-    def _end_copies(self) -> None:
-        """Stop a job if several tasks train separate models on hosts without a shared directory."""
-        first, task = map(str, self._state.alone[:2])
-        cause = str(mistake(first, task, where="model.fit"))
-        failure = Failure(
-            task=self._state.alone[1], cause=cause, exit_code=EXIT_USAGE, at_s=self._now_s
-        )
-        self._fail(self._dated(failure))
 
     def _see_end(self, ended: Ended) -> None:
         state, task = self._state, ended.task

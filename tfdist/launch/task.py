@@ -343,7 +343,6 @@ def _beat_note(task: str, started_s: float) -> bytes:
         state, awaited = phases.current(), phases.awaited()
         phase, step, first_step_s = phases.reported(), state.step, state.first_step_s
         since_s = max(state.since_s, started_s)  # `tfdist.phases` may be older than the fork
-    alone = sys.modules.get("tfdist.launch.alone")
     return _note(
         "beat",
         task,
@@ -353,6 +352,5 @@ def _beat_note(task: str, started_s: float) -> bytes:
         first_step_s=first_step_s,
         awaited=awaited
         and {"task": awaited.task, "since_s": awaited.since_s, "is_first": awaited.is_first},
-        is_alone=getattr(alone, "is_training", False),
         at_s=time.monotonic(),
     )
