@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -172,7 +171,6 @@ def fork_starter(path, **options):
     starter = ForkStarter(
         environ=dict(os.environ),
         log_path=path / "log",
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         clock=lambda: 5.0,
         cause_of_kill=lambda pid: f"killed for its memory ({pid})",
         **options,

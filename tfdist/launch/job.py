@@ -39,7 +39,7 @@ from tfdist.launch.events import (
 )
 from tfdist.launch.isolation import isolate, reach
 from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
-from tfdist.launch.machine import raise_file_limit, this_machine
+from tfdist.launch.machine import this_machine
 from tfdist.launch.multihost.agents import Hub, PipeAgent, shell_of
 from tfdist.launch.multihost.agreement import passed_variables
 from tfdist.launch.multihost.hosts import (
@@ -87,8 +87,6 @@ from tfdist.launch.supervisor import Supervisor
 from tfdist.options import CLUSTER, LAUNCHED, PORTS, RESTARTS, UNCOUNTED_RESTARTS
 
 _READ = (CLUSTER, PORTS, RESTARTS, UNCOUNTED_RESTARTS)
-_FILES_PER_TASK = 6  # port, pipe and log, and three more during the start
-_OTHER_FILES = 128
 
 
 def run_job(
@@ -161,7 +159,7 @@ def _described(
     has_tasks = group is None or group.num_tasks(group.rank) > 0
     is_imported = has_tasks and imports_tensorflow(options.program, search=search)
     start = start_method(options, machine, imports_tensorflow=is_imported)
-    job = JobDescription(
+    return JobDescription(
         options=options,
         kind=decided_kind(options, machine),
         ports=options.port_range,
@@ -171,10 +169,6 @@ def _described(
         start=start if has_tasks else "exec",
         is_terminal=shows_in_place(1, environ),
     )
-    num_tasks = len(job.local_tasks) if group is None else group.num_tasks(group.rank)
-    num_hosts = 1 if group is None else len(group.hosts)
-    raise_file_limit(num_tasks * _FILES_PER_TASK + 4 * num_hosts + _OTHER_FILES)
-    return job
 
 
 def _terms(job: JobDescription, search: Sequence[str]) -> dict[str, str]:
@@ -377,7 +371,7 @@ def _hub(part: HostPart) -> Hub:
         }
 
     def start(rank: int) -> PipeAgent:
-        agent = PipeAgent(
+        return PipeAgent(
             hosts[rank],
             shell,
             first(rank),
@@ -386,8 +380,6 @@ def _hub(part: HostPart) -> Hub:
             say=part.screen.say,
             may_read=lambda: not out.is_full,
         )
-        part.processes.agents.add(agent.child.pid)
-        return agent
 
     return Hub(hosts, start, terms=part.terms, say=part.screen.say)
 
