@@ -220,7 +220,7 @@ def test_the_first_failure_ends_everything_and_is_named_before_its_victims(launc
     assert job.end() == 137
     assert f"[launch] {first} failed first: killed by SIGKILL, not by the launcher\n" in job.text
     assert job.text.count(f"ready {pid}\n") == 1
-    assert "[launch] its output is above and in " in job.text
+    assert "[launch] its output is in " in job.text
     assert "a victim's words" not in job.text
     assert "a victim's words" in Path(f"run/logs/attempt-1/{other}.log").read_text()
     job.assert_gone(0)

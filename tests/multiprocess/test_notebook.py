@@ -74,7 +74,7 @@ def train(x, lr):
 tfdist.spawn(train, np.ones((64, 4), "float32"), lr=0.01, workers=2)
 """,
     "train(np.ones((64, 4), 'float32'), 0.02)",
-    "tfdist.spawn(train, strategy='multiwork')",
+    "tfdist.spawn(train, 1, 2, strategy='multiwork')",
 ]
 
 
