@@ -228,27 +228,19 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def _one(hint: Any, value: object) -> object:
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
+    inside = typing.get_args(hint)
+    if value is None or hint is Any:
+        return value
+    if isinstance(hint, types.UnionType):
         return _one(next(kind for kind in inside if kind is not types.NoneType), value)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{type(value).__name__} for a list")
-        kinds = [inside[0]] * len(value) if inside[-1] is Ellipsis else inside
-        if len(value) != len(kinds):
-            raise ValueError(f"{len(value)} parts of {len(kinds)}")
-        return tuple(_one(kind, item) for kind, item in zip(kinds, value, strict=True))
-    if origin is dict and isinstance(value, dict):
-        return {_one(inside[0], key): _one(inside[1], item) for key, item in value.items()}
+    if isinstance(value, list) and inside:
+        return tuple(_one(inside[0], item) for item in value)
     if hint is Task:
         return task_of(value)
     if dataclasses.is_dataclass(hint):
         return decode(typing.cast("type[Any]", hint), value)
-    if hint is float and type(value) is int and abs(value) < 1 << 53:
-        return float(value)
-    if type(value) is not (origin or hint):
+    kind = typing.get_origin(hint) or hint
+    if not isinstance(value, (int, float) if kind is float else kind):
         raise ValueError(f"{type(value).__name__} for {hint}")
     return value
 

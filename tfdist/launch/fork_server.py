@@ -382,16 +382,6 @@ class ForkStarter:
         self._send_waiting()
         return None
 
-    def withdraw(self, task: Task) -> bool:
-        """Cancel a start if it is still queued, and return whether it was."""
-        for request in self._waiting:
-            if request[0] == task:
-                self._waiting.remove(request)
-                self._tasks.discard(task)
-                self._forget(request)
-                return True
-        return False
-
     def give_up(self) -> None:
         """Kill a server that does not answer. The next attempt starts a new server."""
         with contextlib.suppress(OSError):

@@ -149,8 +149,8 @@ def _replace_resolver() -> None:
         os.fchmod(file.fileno(), 0o644)
         file.write(f"nameserver {_RESOLVER}\n")
         file.flush()
-        _mount("none", "/", _MS_REC | _MS_SLAVE)  # hide these mounts from the machine
-        _mount(file.name, str(_RESOLVERS), _MS_BIND)
+        mount("none", "/", "", _MS_REC | _MS_SLAVE)  # hide these mounts from the machine
+        mount(file.name, str(_RESOLVERS), "", _MS_BIND)
 
 
 def _unshare_network(*, with_mounts: bool) -> None:
@@ -167,8 +167,10 @@ def _unshare_network(*, with_mounts: bool) -> None:
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-def _mount(source: str, target: str, flags: int) -> None:
-    call("mount", source.encode(), target.encode(), None, ctypes.c_ulong(flags), None)
+def mount(source: str, target: str, kind: str, flags: int) -> None:
+    """Mount a file system of a kind, as in mount(2)."""
+    words = (source.encode(), target.encode(), kind.encode())
+    call("mount", *words, ctypes.c_ulong(flags), None)
 
 
 def call(name: str, *args: object) -> None:

@@ -75,10 +75,6 @@ class Starter:
             del self._children[task]
         return [Ended(task=t, status=child.returncode, at_s=now_s) for t, child in over.items()]
 
-    def withdraw(self, task: Task) -> bool:
-        """Cancel a start if it is still queued, and return whether it was."""
-        return False
-
     def give_up(self) -> None:
         """Stop a helper process that does not answer, so that its tasks count as exited."""
 
@@ -255,9 +251,6 @@ class JobProcesses:
             if signum == signal.SIGKILL and proc_state(pid) == "Z":  # its parent did not report it
                 self._starter.give_up()
             _send(pid, signum)
-        elif self._starter.withdraw(task):
-            self._running.pop(task)
-            self._news.append(Ended(task=task, status=-signum, at_s=self._clock()))
         else:
             self._owed[task] = signum
             if signum == signal.SIGKILL:

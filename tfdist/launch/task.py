@@ -88,27 +88,17 @@ def _as_json(value: object) -> str:
 def set_title(title: str) -> None:
     """Set this process's name in ``ps`` and ``top``, if setproctitle is installed.
 
-    Only the package's compiled module is loaded, because its Python module is slow to import.
     SPT_NOENV preserves /proc/<pid>/environ, where the guardian looks for the job's mark.
     """
-    from importlib.machinery import ExtensionFileLoader, PathFinder
-    from importlib.util import module_from_spec
-
-    package = PathFinder.find_spec("setproctitle")
-    places = package.submodule_search_locations if package else None
-    spec = PathFinder.find_spec("_setproctitle", places) if places else None
-    if spec is None or not isinstance(spec.loader, ExtensionFileLoader):
-        return
     os.environ["SPT_NOENV"] = "1"
     try:
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.setproctitle(title)
+        from setproctitle import setproctitle
+
+        setproctitle(title)
     except ImportError:
         return
     finally:
         del os.environ["SPT_NOENV"]
-        sys.modules.pop("_setproctitle", None)
 
 
 def run_program(
