@@ -448,10 +448,3 @@ def test_ctrl_c_while_waiting_for_an_agent(job, shell):
     running.read_until(r"waiting for 127\.0\.0\.2 \(rank 1\) \(timeout: 50 s\)")
     running.signal(signal.SIGINT)
     assert running.end() == 130
-
-
-def test_what_all_hosts_would_start_can_be_looked_at(job):
-    running = job(PAUSE, "--dry_run", slots=2)
-    assert running.end() == 0
-    assert re.findall("# (worker-.)", running.text) == [f"worker-{index}" for index in range(4)]
-    assert "# on 127.0.0.1, 127.0.0.2" in running.text

@@ -61,7 +61,6 @@ from tfdist.launch.options import (
     imports_tensorflow,
 )
 from tfdist.launch.plan import (
-    Attempt,
     JobDescription,
     decided_kind,
     divide_gpus,
@@ -118,8 +117,6 @@ def run_job(
     job = _described(options, group, environ, run_dir=run_dir, search=search)
     job = dataclasses.replace(job, given=given)
     if group is not None:
-        if options.dry_run:
-            return _show_on_hosts(job, group)
         return _run_on_hosts(job, group, terms=_terms(job, search))
     if options.dry_run:
         return _show(job)
@@ -248,22 +245,6 @@ def _show(job: JobDescription) -> int:
     specs = job.specs(job.local_attempt(addresses, number=next_attempt(job.run_dir)))
     head = f"# strategy {job.kind}, run directory {job.run_dir}"
     print(f"{head}\n\n{render(specs)}", flush=True)
-    return 0
-
-
-def _show_on_hosts(job: JobDescription, group: Group) -> int:
-    """Print the tasks of all hosts, with placeholder addresses."""
-    cluster, number = group.stand_in_cluster(), next_attempt(job.run_dir)
-    attempts = [
-        Attempt(number=number, run_dir=str(job.run_dir), cluster=cluster, tasks=tasks)
-        for tasks in group.tasks(range(len(group.hosts))).values()
-    ]
-    hosts = ", ".join(h for h, n in zip(group.hosts, group.slots, strict=True) if n)
-    head = (
-        f"# strategy {job.kind}, run directory {job.run_dir}\n"
-        f"# on {hosts}; names and ports are placeholders until the agents choose them\n"
-    )
-    print(f"{head}\n{render([s for one in attempts for s in job.specs(one)])}", flush=True)
     return 0
 
 

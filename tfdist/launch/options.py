@@ -130,6 +130,8 @@ def _check_together(options: LaunchOptions) -> None:
     given = {"--metrics_port": options.metrics_port, "--isolate": options.isolate}
     mutually_exclusive(given, fix=fix)
     mutually_exclusive({"--resume": options.resume, "--run_dir": options.run_dir})
+    on_hosts = options.where != "local" or options.hosts is not None
+    mutually_exclusive({"--dry_run": options.dry_run, "--on and --hosts": on_hosts})
 
 
 def _refuse(name: str, problem: str, fix: str, *, code: str = "exclusive") -> NoReturn:
