@@ -16,8 +16,7 @@ An agent sends these messages to the launcher::
     {"refused": text}                         alternative: the reason the host cannot run the job
     {"ready": ports}                          ready for an attempt
     {"event": kind, ..., "lines": [...]}      an event, with the last lines of an exited task
-    {"states": {task: state}, "full": bool}   states of the tasks' processes, and whether the tasks
-                                              are blocked because this host's output is full
+    {"states": {task: state}}                 states of the tasks' processes
     {"lines": [...], "task": task}            the requested stacks
 
 `encode` and `decode` accept any frozen dataclass and check all types. A `Task` is sent by its name.
