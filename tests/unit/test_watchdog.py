@@ -65,7 +65,7 @@ HISTORIES = """
 > 180 w1 (w1 w0 w2) since 100: no heartbeat for 80 s
 # one that has no process
 3: w1 silent gone; 100
-> 180 w1 (w0 w2) since 100: no heartbeat for 80 s, its process is not started
+> 180 w1 (w0 w2) since 100: no heartbeat for 80 s, it has no process
 # one whose libraries load
 3: 3; w1 silent S; 100
 > 183 w1 (w1 w0 w2) since 103: no heartbeat for 80 s, last report: in phase import

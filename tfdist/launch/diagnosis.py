@@ -167,7 +167,11 @@ WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
 _BUSY = ("callback", "trace", "import", "done")
 """Phases in which a task does not wait for peers, but peers may wait for the task."""
 
-_STATES = {"T": "stopped", "t": "stopped", "Z": "a zombie", None: "not started"}
+_STATES = {
+    **dict.fromkeys("Tt", "its process is stopped"),
+    "Z": "its process is a zombie",
+    None: "it has no process",
+}
 _CHECK_EVERY_S = 1.0
 LATE_S = 3.0
 """Delay of a check, in seconds, after which the launcher and not a task was held up."""
@@ -340,7 +344,7 @@ class Watchdog:
     def _text_of_silence(self, task: Watched, now_s: float) -> str:
         text = f"no heartbeat for {now_s - task.beat_s:.0f} s"
         if task.state in _STATES:
-            text += f", its process is {_STATES[task.state]}"
+            text += f", {_STATES[task.state]}"
         return f"{text}, last report: {task.doing}" if task.has_spoken else text
 
     def _is_too_silent(self, task: Watched, now_s: float) -> bool:

@@ -228,10 +228,9 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 def _one(hint: Any, value: object) -> object:
     inside = typing.get_args(hint)
-    if value is None or hint is Any:
-        return value
     if isinstance(hint, types.UnionType):
-        return _one(next(kind for kind in inside if kind is not types.NoneType), value)
+        kind = next(kind for kind in inside if kind is not types.NoneType)
+        return None if value is None else _one(kind, value)
     if isinstance(value, list) and inside:
         return tuple(_one(inside[0], item) for item in value)
     if hint is Task:
