@@ -285,7 +285,7 @@ def _options(values: object) -> JobOptions:
         raise UsageError("tfdist", problem, fix='write "tfdist": {...}', code="TFC007")
     for name in values:
         require_one_of("tfdist", name, table(JobOptions), code="TFC018")
-    return JobOptions(**values)  # type: ignore[arg-type]  # it checks them
+    return JobOptions(**values)
 
 
 def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:

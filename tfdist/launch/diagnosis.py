@@ -167,8 +167,9 @@ WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
 _BUSY = ("callback", "trace", "import", "done")
 """Phases in which a task does not wait for peers, but peers may wait for the task."""
 
-_STATES = {
-    **dict.fromkeys("Tt", "its process is stopped"),
+_STATES: dict[str | None, str] = {
+    "T": "its process is stopped",
+    "t": "its process is stopped",
     "Z": "its process is a zombie",
     None: "it has no process",
 }
