@@ -135,8 +135,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _MAY_BE_SECRET = re.compile(
-    r"(^|[_.-])(key|auth|authorization|pwd|pw|pass|bearer|jwt|pat|cookie|dsn|sig|signature|sas)$"
-    r"|^-p$",
+    r"(^|[_.-])(key|auth|authorization|pwd|pw|pass|bearer|jwt|pat|cookie|dsn|sig|signature|sas)$",
     re.IGNORECASE,
 )
 _HOLDS_SECRET = re.compile(

@@ -5,7 +5,6 @@ Planning starts no process, so ``--dry_run`` can print the plan.
 
 from __future__ import annotations
 
-import resource
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -96,10 +95,6 @@ class JobDescription:
     """Ports that the tasks may use (if `None`, any port)."""
     given: LaunchOptions = field(default_factory=LaunchOptions)
     """Options of the command line, which the hosts of the job do not complete."""
-    open_files: tuple[int, int] = field(
-        default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
-    """Soft and hard limit of open files in the tasks. The launcher raises only its own limit."""
 
     @property
     def local_tasks(self) -> tuple[Task, ...]:

@@ -179,9 +179,6 @@ class JobState:
     lost: list[Failure] = field(default_factory=list)
     """Failures after which the job continued without the failed task."""
 
-    alone: list[Task] = field(default_factory=list)
-    """Tasks that train a separate model with Keras (see `tfdist.launch.alone`)."""
-
     is_done: bool = False
     """Whether the chief exited with code 0 (with any code if the job is stopping)."""
     are_servers_closed: bool = False
