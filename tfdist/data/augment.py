@@ -193,7 +193,7 @@ class Normalization(_Own):
             mean.shape == variance.shape and mean.ndim <= (self.axis is not None),
             "Normalization",
             f"mean has shape {mean.shape} and variance {variance.shape} for axis={self.axis}",
-            fix="give both a number, or if axis=-1, a number for each channel",
+            fix="give a number for both, or set axis=-1 and give both a number for each channel",
             code="shapes-differ",
         )
         require(
