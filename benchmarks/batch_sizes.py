@@ -20,7 +20,7 @@ import tensorflow as tf
 from benchmarks.subject import of_config, read
 from tfdist.argument_parser import Parser, require_writable, run_program
 from tfdist.errors import EXIT_OK, require, require_int, require_number
-from tfdist.find.batch_size import BatchTrial, MemoryLimits, request_of, try_out
+from tfdist.find.batch_size import BatchTrial, memory_limits, request_of, try_out
 from tfdist.outputs.display import empty_panels
 
 _USE = 0.9
@@ -116,14 +116,15 @@ def _measure_batch(options: Any, folder: Path) -> dict[str, list[BatchTrial]]:
         trials = measured.setdefault(name, [])
         subject = read(words, strategy=tf.distribute.get_strategy())
         request = {**common, **request_of(subject.model, subject.x, subject.y, folder / "m.keras")}
-        limits = MemoryLimits.of_this_machine(_USE)
+        limits, parameters = memory_limits(_USE), subject.model.count_params()
         for size in options.sizes:
             trial = try_out({**request, "batch_size": size}, limits, timeout_s=options.timeout_s)
             trials += [trial] if trial.fits else []
-            print(_line(name, trial), flush=True)
+            print(_line(name, trial, parameters), flush=True)
             if options.json:
+                line = {"subject": name, "parameters": parameters} | dataclasses.asdict(trial)
                 with options.json.open("a") as file:
-                    file.write(json.dumps({"subject": name, **dataclasses.asdict(trial)}) + "\n")
+                    file.write(json.dumps(line) + "\n")
             if not trial.fits:
                 break
     return measured
@@ -136,10 +137,9 @@ def _draw_batch(measured: dict[str, list[BatchTrial]], path: Path) -> None:
         if not trials:
             continue
         sizes = [trial.batch_size for trial in trials]
-        label = f"{name}, {trials[0].parameters:,} parameters"
         speeds, cores = zip(*((t.examples_per_second, t.cores) for t in trials), strict=True)
         for axes, values in zip(panels, (speeds, cores, map(_mib, trials)), strict=True):
-            axes.plot(sizes, list(values), marker="o", ms=3.5, label=label)
+            axes.plot(sizes, list(values), marker="o", ms=3.5, label=name)
     titles = ("Examples a second", "Busy cores", "Peak memory in MiB")
     for axes, title in zip(panels, titles, strict=True):
         label_sizes(axes, title=title, label="batch size")
@@ -147,10 +147,10 @@ def _draw_batch(measured: dict[str, list[BatchTrial]], path: Path) -> None:
     figure.savefig(path)
 
 
-def _line(name: str, trial: BatchTrial) -> str:
+def _line(name: str, trial: BatchTrial, parameters: int) -> str:
     if not trial.fits:
         return f"{name:>24} {'':>12} {trial.batch_size:>10} {trial.cause}"
-    line = f"{name:>24} {trial.parameters:>12,} {trial.batch_size:>10}"
+    line = f"{name:>24} {parameters:>12,} {trial.batch_size:>10}"
     return f"{line} {trial.examples_per_second:>12,.0f} {trial.cores:>10.2f} {_mib(trial):>10,.0f}"
 
 

@@ -22,7 +22,7 @@ from benchmarks.subject import Subject, read
 from tfdist.find.spec import spec_of, zeros
 from tfdist.strategy import current_job, make_strategy
 from tfdist.strategy.job import Job
-from tfdist.strategy.stages import PipelineOptions
+from tfdist.strategy.pipeline_setup import PipelineOptions
 from tfdist.training.fitting import fit
 
 

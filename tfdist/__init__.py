@@ -41,7 +41,7 @@ _HOME_OF = {
     "find_learning_rate": "tfdist.find.learning_rate",
     "data": "tfdist.data",
     "errors": "tfdist.errors",
-    "PipelineOptions": "tfdist.strategy.stages",
+    "PipelineOptions": "tfdist.strategy.pipeline_setup",
     "tuning": "tfdist.tuning",
 }
 
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from tfdist.launch.spawn import spawn
     from tfdist.serving.export import export_model
     from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief, run_dir
-    from tfdist.strategy.stages import PipelineOptions
+    from tfdist.strategy.pipeline_setup import PipelineOptions
     from tfdist.training.epochs import VirtualEpochs
     from tfdist.training.evaluation import Evaluator, evaluate, predict
     from tfdist.training.fitting import StepLoop, fit

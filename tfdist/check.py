@@ -15,7 +15,6 @@ import shlex
 import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from multiprocessing.connection import wait
@@ -29,7 +28,7 @@ from tfdist.cluster import TaskConfig, decode, is_port_free, read_environment, s
 from tfdist.cluster.address import is_loopback, parse_hosts, split_address
 from tfdist.cluster.placement import same_host
 from tfdist.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, named
-from tfdist.files import fsync, replacing
+from tfdist.files import fsync
 from tfdist.launch.events import Message
 from tfdist.launch.machine import Machine, memory_groups, this_machine
 from tfdist.launch.multihost import on_ray
@@ -46,7 +45,6 @@ _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 _TASK_BYTES = 1 << 30  # importing TensorFlow uses 640 MB of it
 _SHM_BYTES = 256 << 20
 _DISK_BYTES = 1 << 30
-_RENAMES = 50
 _REMOTE_S = 60.0
 
 
@@ -69,7 +67,6 @@ Findings = Iterator[Finding]
 
 
 def of_error(error: UsageError, *, subject: str = "") -> Finding:
-    """Convert an error of a parser to a finding."""
     where = f"{subject} {error.where}".strip() if error.where != subject else subject
     return Finding(subject=where, problem=error.problem, fix=error.fix)
 
@@ -255,54 +252,24 @@ def available_bytes() -> int:
 
 
 def check_directory(name: str) -> Findings:
-    """Yield the reasons that prevent saving there: permissions, fsync, rename, disk space."""
+    """Yield the reasons that prevent saving there: permissions, fsync, disk space."""
     path = Path(name)
     while not path.exists() and path != path.parent:
         path = path.parent  # the job creates the missing directories
     try:
         with tempfile.TemporaryDirectory(prefix=".tfdist-check-", dir=path) as folder:
             page = Path(folder) / "page"
-            page.write_bytes(b"\0" * 65_536)
+            page.write_bytes(b"\0")
             fsync(page)
-            torn = _torn_reads(page)
         state = os.statvfs(path)
     except OSError as error:
         problem = f"{path}: {error.strerror}"
         yield Finding(subject="run directory", problem=problem, fix="choose another --run_dir")
         return
-    if torn:
-        problem = f"{path}: a rename is not atomic: {torn} reads found neither file"
-        fix = "use a file system with atomic renames, and not an object store"
-        yield Finding(subject="run directory", problem=problem, fix=fix)
     free = state.f_bavail * state.f_frsize
     if free < _DISK_BYTES:
         problem, fix = f"{path}: {free >> 20} MiB are free", "delete old runs"
         yield Finding(subject="run directory", problem=problem, fix=fix, is_error=False)
-
-
-def _torn_reads(page: Path) -> int:
-    """Return how many reads of a page found neither version while another replaced it."""
-    is_over, torn = threading.Event(), 0
-
-    def read() -> None:
-        nonlocal torn
-        while not is_over.is_set():
-            try:
-                text = page.read_bytes()
-                torn += text.count(text[:1]) != 65_536
-            except OSError:
-                torn += 1
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for number in range(_RENAMES):
-            with replacing(page, durable=False) as unfinished:
-                unfinished.write_bytes(bytes([number % 256]) * 65_536)
-    finally:
-        is_over.set()
-        reader.join()
-    return torn
 
 
 # Other hosts.

@@ -232,13 +232,13 @@ def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:
 
     Args:
         given: Values by the names that the user wrote, such as ``{"--join": options.join}``.
-        fix: Advice in the error (default: leave out all except one of them).
+        fix: Advice in the error (default: keep only one of the names).
     """
     names = [name for name, value in given.items() if value not in (None, False, "")]
     if len(names) > 1:
         raise UsageError(
             names[0],
             f"{' and '.join(names)} exclude each other",
-            fix=fix or "leave out all except one of them",
+            fix=fix or "keep only one of the names",
             code="exclusive",
         )

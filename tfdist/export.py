@@ -35,7 +35,7 @@ def _parser() -> Parser:
     parser.add_argument("source", type=Path, help="a .keras file, run, sweep, or checkpoints")
     parser.add_argument("directory", help="write DIRECTORY/NAME/VERSION (a path or a URL)")
     parser.add_argument("--name", help="name in the server's URLs (default: the model's name)")
-    parser.add_argument("--version", type=int, help="default: newest version plus one")
+    parser.add_argument("--version", type=int, help="default: the version after the newest")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: newest)")
     parser.add_argument("--best", action="store_true", help="export the best checkpoint")
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help="makes the checkpoints' model")

@@ -40,6 +40,16 @@ EVALUATOR, RUN_DIR = "TFDIST_EVALUATOR", "TFDIST_RUN_DIR"
 STAGES = "TFDIST_STAGES"
 RESTARTS, UNCOUNTED_RESTARTS = "TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"
 """Variables with a task's earlier starts. An indexed Job of Kubernetes has two such counts."""
+PLACE = {
+    CLUSTER: "the only source to read: tf_config, mpi, slurm, kubernetes, hosts, skypilot, lws or "
+    "sagemaker (none runs the process on its own)",
+    HOSTS: "hosts of the job with the number of tasks on each (default: 1), as a:2,b:2 or n[1-4]:2",
+    NODE_RANK: "index of this host in TFDIST_HOSTS, from 0",
+    LOCAL_RANK: "index of this task on its host, from 0",
+    RESTARTS: "number of earlier starts of this task",
+    UNCOUNTED_RESTARTS: "number of further earlier starts of this task",
+}
+"""Variables without a flag, with their help. They may differ between the tasks of a job."""
 LAUNCHED = "TFDIST_JOB"
 """Variable that tfdist's launcher sets in its tasks. Such a task reads only TF_CONFIG."""
 TRIAL = "TFDIST_TRIAL"
@@ -368,7 +378,7 @@ class LaunchFlags(HostFlags, JobSettings):
     )
     hang_timeout_s: float = option(
         300.0,
-        "seconds after which a task counts as hanging, 2 or more; 0 disables the check",
+        "seconds after which a task counts as hanging, 2 or more (0: no check)",
         least=0,
         most=_MAX_SECONDS,
         submit="seconds that workers may run after one has exited, under Slurm (300)",

@@ -232,35 +232,6 @@ def by_a_step(kind):
     return make
 
 
-class Pairs(keras.utils.PyDataset):
-    """Anchors and positives, one upon the other."""
-
-    def __init__(self, rows=2):
-        super().__init__()
-        self.rows = rows
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        return np.ones((self.rows, 10, 4), "float32")
-
-
-class OfPairs(OwnStep, keras.Sequential):
-    """Takes a batch apart along its first axis, in training and in evaluation."""
-
-    def loss_of(self, data):
-        (data,) = data if isinstance(data, tuple) else (data,)
-        return tf.reduce_mean((self(data[0]) - self(data[1])) ** 2)
-
-    def test_step(self, data):
-        return {"loss": self.loss_of(data)}
-
-
-def of_pairs(strategy, kind=OfPairs):
-    return sequential(strategy, lambda: keras.layers.Dense(3), kind=kind, loss=None)
-
-
 def with_a_mean(strategy):
     """A model whose second input belongs to all examples."""
     with strategy.scope():
@@ -301,7 +272,6 @@ ON_ONE = {
         "not-built",
     ),
     "a tf.function": (by_a_step(Decorated), (X, Y), "train_step", "compiled-step"),
-    "a stack": (of_pairs, (Pairs(3),), "data", "examples-not-first"),
     "parts of all examples": (with_a_mean, (OF_ALL,), "data", "uneven-parts"),
 }
 
@@ -312,26 +282,6 @@ def test_what_one_replica_alone_can_do_is_refused_on_several(strategies, what):
     logs = fit(make(strategies[1]), *data).history
     assert np.isfinite([*logs.values()]).all()
     assert refused(lambda: fit(make(strategies[2]), *data)) == (where, code)
-
-
-def test_a_stack_is_refused_before_training_and_in_an_evaluation(strategies):
-    begun = []
-    callback = keras.callbacks.LambdaCallback(on_train_begin=begun.append)
-    model = of_pairs(strategies[3])
-    error = refusal(lambda: fit(model, Pairs(5), callbacks=[callback]))
-    assert error.code == "examples-not-first"
-    assert "tf.shape(x)[0]" in str(error)  # or the step has a number of examples of its own
-    assert begun == []
-    assert refusal(lambda: tfdist.evaluate(model, Pairs(5))).code == "examples-not-first"
-    # Small batches that can be divided are not.
-    assert np.isfinite(fit(of_pairs(strategies[2]), Pairs(4)).history["mine"]).all()
-
-    class Failing(OfPairs):
-        def loss_of(self, data):
-            raise LookupError("mine")
-
-    with pytest.raises(LookupError, match="mine"):
-        fit(of_pairs(strategies[2], Failing), Pairs())
 
 
 def test_batches_are_not_cut_to_the_rows_of_their_first_part(strategies):

@@ -137,7 +137,8 @@ BEFORE = {
     "docs/spawn.md": f"{FLAT}{DATA}\nbuild, X, Y = make_model, x, y",
     "docs/start.md": f"{FLAT}{DATA}",
     "docs/strategies.md": f"{FLAT}{DATA}",
-    "docs/training.md": f"{FLAT}{DATA}{GAN}\nimport logging",
+    "docs/steps.md": f"{FLAT}{DATA}{GAN}{MODEL}",
+    "docs/training.md": f"{FLAT}{DATA}\nimport logging",
     "docs/tuning.md": f"{FLAT}{DATA}{SEARCHED}",
     "docs/tutorials/resume.md": f"""{FLAT}{DATA}{MODEL}
 tfdist.fit(model, x, y, callbacks=[tfdist.BackupAndRestore("runs/digits/backup")])""",
@@ -164,7 +165,7 @@ metric.update_state(tf.one_hot([1, 2], 3), tf.one_hot([1, 0], 3))
 assert float(metric.result()) == 1
 """,
     "docs/serving.md": "server.terminate(); assert server.wait() in (0, 143)",
-    "docs/training.md": "assert totals['seen'] == 128",
+    "docs/steps.md": "assert totals['seen'] == 128",
     "docs/tuning.md": """
 from tfdist.configs import base
 space(keras_tuner.HyperParameters(), base())

@@ -21,7 +21,6 @@ from tfdist.checkpoint.publish import _written
 from tfdist.errors import TfdistError
 from tfdist.files import FileLock
 from tfdist.serving import export as exports
-from tfdist.serving.export import MANIFEST
 
 layers = keras.layers
 RNG = np.random.RandomState(0)
@@ -202,18 +201,6 @@ def test_inputs_without_names_have_the_same_names_in_each_export(tmp_path, warni
             place = tfdist.export_model(exported, tmp_path / "served")
             assert [*manifest_of(place)["inputs"]] == names
     assert warnings() == []
-
-
-def test_other_inputs_or_outputs_than_the_version_before_are_a_warning(tmp_path, warnings):
-    tfdist.export_model(line(), tmp_path)
-    (tmp_path / "line" / "1" / MANIFEST).unlink()  # as of a version that others have written
-    for _ in range(2):
-        tfdist.export_model(line(layers.Dense(2, name="z")), tmp_path)
-    assert warnings() == []
-    tfdist.export_model(line(layers.Dense(3, name="z")), tmp_path, version=9)
-    (told,) = warnings()
-    before, after = {"z": ["float32", [None, 2]]}, {"z": ["float32", [None, 3]]}
-    assert told.startswith(f"export: version 9 has outputs {after}, but version 3 has {before}. ")
 
 
 @pytest.mark.parametrize(

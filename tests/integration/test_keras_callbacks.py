@@ -317,13 +317,34 @@ def test_terminate_on_nan_stops(strategies):
     assert np.isnan(history.history["loss"]).all()
 
 
-def test_a_callback_with_every_hook_gets_the_calls_of_keras(with_batches):
-    ours, theirs = (with_batches.calls[whose] for whose in ("ours", "theirs"))
+def assert_same_calls(ours, theirs):
     assert [call[:-1] for call in ours] == [call[:-1] for call in theirs]
     for one, other in zip(ours, theirs, strict=True):
         assert list(one[-1]) == list(other[-1]), one[0]
         for name, value in one[-1].items():
             np.testing.assert_allclose(value, other[-1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_callback_with_every_hook_gets_the_calls_of_keras(with_batches):
+    assert_same_calls(*(with_batches.calls[whose] for whose in ("ours", "theirs")))
+
+
+def test_batch_hooks_run_once_in_steps_per_execution(strategies, tmp_path):
+    """A save within the steps of an execution adds no call."""
+    ours, theirs, recorders = make_model(strategies[2]), make_model(), (Recorder(), Recorder())
+    options = OPTIONS | {"validation_data": None}
+    with strategies[2].scope():
+        ours.steps_per_execution = 2
+    theirs.steps_per_execution = 2
+    saves = tfdist.BackupAndRestore(tmp_path, save_freq=3)
+    tfdist.fit(ours, X, Y, callbacks=[recorders[0], saves], **options)
+    theirs.fit(X, Y, callbacks=[recorders[1]], **options)
+    for model, recorder in zip((ours, theirs), recorders, strict=True):
+        options = {"batch_size": BATCH_SIZE, "verbose": 0, "callbacks": [recorder]}
+        model.evaluate(X, Y, **options)
+        model.predict(X, **options)
+    assert_same_calls(*(recorder.calls for recorder in recorders))
+    assert saves.store.steps() == [10, 12, 15][-len(saves.store.steps()) :]
 
 
 def test_in_every_hook_a_task_says_that_it_runs_code_of_the_programs_own(strategies):

@@ -28,7 +28,7 @@ from tfdist.pipeline.schedule import passes
 from tfdist.pipeline.stage import MicroBatch, Stage
 from tfdist.pipeline.union import fill, is_empty, making_empty_slots, release
 from tfdist.strategy import job as jobs
-from tfdist.strategy import stages
+from tfdist.strategy import pipeline_setup
 from tfdist.training import inputs
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import fuse, random_key
@@ -397,8 +397,10 @@ def one_stage(strategies, monkeypatch):
     """Begins the job of a pipeline with one stage."""
 
     def begin(split_size=3, **given):
-        options = stages.PipelineOptions(split_size=split_size)
-        place = stages.Stages(index=0, count=1, names=("worker-0",), options=options, **given)
+        options = pipeline_setup.PipelineOptions(split_size=split_size)
+        place = pipeline_setup.Stages(
+            index=0, count=1, names=("worker-0",), options=options, **given
+        )
         job = jobs.Job(strategy=strategies[1], kind=KINDS["pipeline"], stages=place)
         monkeypatch.setattr(jobs, "_made", [job])
         return job.strategy
@@ -545,12 +547,12 @@ def test_the_cut_by_work_is_by_operations_and_not_by_time(monkeypatch):
 def test_a_file_that_holds_no_cut_is_refused(tmp_path, content):
     path = tmp_path / "stages.json"
     path.write_text(content)
-    kept = stages.Choices(files=[path])
+    kept = pipeline_setup.Choices(files=[path])
     assert refusal(kept.read).code == "damaged-choices"
     path.unlink()
     kept.cuts["a/2"], kept.split_size = [3], 4
     kept.keep()
-    other = stages.Choices(files=[path])
+    other = pipeline_setup.Choices(files=[path])
     other.take(other.read(), where=path)
     assert other.state() == kept.state()
     other.take({"cut_of": ["b", 2], "cut": [1], "split_size": 6}, where=path)
@@ -856,7 +858,7 @@ def test_a_stage_that_does_not_come_is_named():
 
     def join(index):
         config = TaskConfig(cluster=cluster, task=Task("worker", index), options=options)
-        stages.join(config, stages.PipelineOptions(), timeout_s=1.0, ports=None)
+        pipeline_setup.join(config, pipeline_setup.PipelineOptions(), timeout_s=1.0, ports=None)
 
     for port in ports:
         port.release()

@@ -10,7 +10,7 @@ import pytest
 
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, hold_ports
 from tfdist.errors import EXIT_OK, StartupTimeout
-from tfdist.strategy import rendezvous, stages
+from tfdist.strategy import pipeline_setup, rendezvous
 
 DEADLINE_S = 60.0
 
@@ -121,7 +121,7 @@ def test_whoever_else_comes_does_not_have_stages_wait_for_longer(monkeypatch):
             address = ("127.0.0.1", ports[0].port)
             stack.enter_context(socket.create_connection(address, DEADLINE_S))
         monkeypatch.setattr(rendezvous, "answering", lambda _: contextlib.nullcontext(listener))
-        meeting = stages.meeting(config, timeout_s=1.0)
+        meeting = pipeline_setup.meeting(config, timeout_s=1.0)
         with pytest.raises(StartupTimeout, match="worker-1"):
             stack.enter_context(meeting)
     assert time.monotonic() - began_s < 6

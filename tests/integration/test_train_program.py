@@ -50,7 +50,7 @@ def finished(tmp_path_factory):
 
 
 def test_the_run_directory_is_that_of_the_design(finished):
-    names = {"config.json", "metrics.jsonl", "summary.json", "metrics.png"}
+    names = {"config.json", "metrics.jsonl", "summary.json"}
     assert names | {"tensorboard", "checkpoints"} <= set(os.listdir(finished))
     config = json.loads((finished / "config.json").read_text())
     assert (config["seed"], config["total_examples"]) == (5, 1000)

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parent / "programs" / "deadlock.py"
 DEADLINE_S = 400
 CAUSES = {
-    "data": r"hangs: in a step after \d+ steps for ",
-    "callback": "hangs: in a callback after 20 steps for ",
-    "py_function": r"hangs: in a step after \d+ steps for ",
+    "data": r"hangs: in phase step after \d+ steps for ",
+    "callback": "hangs: in phase callback after 20 steps for ",
+    "py_function": r"hangs: in phase step after \d+ steps for ",
 }
 
 

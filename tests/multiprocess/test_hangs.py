@@ -119,7 +119,7 @@ def a_task_that_never_speaks_is_named_and_still_shows_its_stack(hang):
     job.pids(2)
     yield
     cause = job.blames("worker-1")
-    assert cause.startswith("hangs: has not started: no heartbeat for ")
+    assert cause.startswith("hangs: no heartbeat for ")
     assert "in loads_its_libraries" in job.log("worker-1")
     assert "in waits_for_the_others" in job.log("worker-0")
 
@@ -129,8 +129,8 @@ def tasks_of_a_fork_server_that_stands_still_are_found(hang, tmp_path):
     job = hang("", "--workers=2", "--startup_timeout_s=2", command=STOPPED)
     yield
     cause = job.blames("worker-0", "worker-1")
-    assert cause.startswith("hangs: has not started: no heartbeat for ")
-    assert "(it has no process)" in cause
+    assert cause.startswith("hangs: no heartbeat for ")
+    assert "it has no process" in cause
 
 
 def a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(hang):
@@ -154,7 +154,7 @@ def a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(hang):
     first, second = job.attempts()
     failure = first["first_failure"]
     assert failure["task"] == "worker-1"
-    assert "its process has exited, but its parent did not report it" in failure["cause"]
+    assert "its process is a zombie" in failure["cause"]
     assert second["exit_code"] == 0
     assert is_gone(server)
 
@@ -179,7 +179,7 @@ def a_task_that_falls_silent_is_named(hang):
     job.pids(2)
     cause = job.blames("worker-1")
     assert cause.startswith("hangs: no heartbeat for ")
-    assert "(its process sleeps, last report: " in cause
+    assert ", last report: " in cause
     assert "in native_code" in job.log("worker-1")
 
 
@@ -210,7 +210,7 @@ def a_stopped_worker_of_several_is_killed_and_done_without(hang):
     assert job.end() == 0
     (attempt,) = job.attempts()
     assert [lost["task"] for lost in attempt["lost"]] == ["worker-1"]
-    assert "stopped by SIGSTOP" in attempt["lost"][0]["cause"]
+    assert "its process is stopped" in attempt["lost"][0]["cause"]
     assert "finished without worker-1\n" in job.text
 
 
@@ -281,7 +281,7 @@ def a_stopped_task_is_named_and_the_others_show_their_stacks(hang, command):
     os.kill(pids["worker-1"], signal.SIGSTOP)
     yield
     cause = job.blames("worker-1")
-    assert "its process is stopped by SIGSTOP" in cause
+    assert "its process is stopped" in cause
     assert "worker-1 failed first: hangs: no heartbeat for " in job.text
     for task in ("worker-0", "worker-2"):
         assert "in waits_for_the_others" in job.log(task)

@@ -244,7 +244,7 @@ HOLDS = "import ctypes; [ctypes.PyDLL(None).sleep(600) for _ in range(9)]"  # wi
 
 
 @pytest.mark.parametrize(
-    ("what", "cause"), [(STOPS, "SIGSTOP"), (HOLDS, "no heartbeat")], ids=["stopped", "silent"]
+    ("what", "cause"), [(STOPS, "is stopped"), (HOLDS, "no heartbeat")], ids=["stopped", "silent"]
 )
 def test_a_task_that_hangs_on_another_host_is_found(job, what, cause):
     source = INDEX + f"import signal, time\ntime.sleep(5)\nif index: {what}\nelse: {PAUSE}"
@@ -384,10 +384,10 @@ def lines(job):
     [
         ("sleep 60", EXIT_PEER_MISSING, r"1 of 2 hosts connected within 2 s, without 127.0.0.2"),
         (f"echo '{UNREACHABLE}'; exit 255", EXIT_PEER_MISSING, rf"1 of 2 .*: {UNREACHABLE}\)"),
-        ("echo Host key verification failed.; exit 255", EXIT_USAGE, r"127.0.0.2: .*known_hosts"),
+        ("echo Host key verification failed.; exit 255", EXIT_USAGE, r"2: .*Host key .* a pass"),
         ("echo 'a@b: Permission denied (publickey,password).'; exit 255", EXIT_USAGE,
-         r"127.0.0.2: .*authorized_keys"),
-        ("echo ssh: Could not resolve hostname b; exit 255", EXIT_USAGE, r"127.0.0.2: .*name"),
+         r"2: .*Permission .* a pass"),
+        ("echo ssh: Could not resolve hostname b; exit 255", EXIT_USAGE, r"2: .*hostname b"),
         ("exec sh -c 'exec /no/python x'", EXIT_USAGE, r"127.0.0.2: .*same path"),
         ("exit 3", EXIT_USAGE, r"127.0.0.2: .*exited with code 3"),
     ],
@@ -448,10 +448,3 @@ def test_ctrl_c_while_waiting_for_an_agent(job, shell):
     running.read_until(r"waiting for 127\.0\.0\.2 \(rank 1\) \(timeout: 50 s\)")
     running.signal(signal.SIGINT)
     assert running.end() == 130
-
-
-def test_what_all_hosts_would_start_can_be_looked_at(job):
-    running = job(PAUSE, "--dry_run", slots=2)
-    assert running.end() == 0
-    assert re.findall("# (worker-.)", running.text) == [f"worker-{index}" for index in range(4)]
-    assert "# on 127.0.0.1, 127.0.0.2" in running.text

@@ -7,7 +7,6 @@ import select
 import signal
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from tests.multiprocess.jobs import (
     DEADLINE_S,
     DEAF,
     FORK,
-    GONE_S,
     LAUNCH,
     PAUSE,
     ROOT,
@@ -25,9 +23,8 @@ from tests.multiprocess.jobs import (
     children,
     report,
 )
-from tests.processes import python, until
+from tests.processes import python
 from tfdist.errors import EXIT_USAGE
-from tfdist.launch.machine import proc_state
 
 # what a program sees
 
@@ -223,7 +220,7 @@ def test_the_first_failure_ends_everything_and_is_named_before_its_victims(launc
     assert job.end() == 137
     assert f"[launch] {first} failed first: killed by SIGKILL, not by the launcher\n" in job.text
     assert job.text.count(f"ready {pid}\n") == 1
-    assert "[launch] its output is above and in " in job.text
+    assert "[launch] its output is in " in job.text
     assert "a victim's words" not in job.text
     assert "a victim's words" in Path(f"run/logs/attempt-1/{other}.log").read_text()
     job.assert_gone(0)
@@ -380,46 +377,6 @@ def test_the_kernel_ends_the_tasks_if_launcher_and_guardian_are_killed_at_once(l
     job.assert_gone()
 
 
-@STARTS
-def test_a_launcher_that_inherits_orphans_leaves_no_zombie(launch, command):
-    """As PID 1 of a container does."""
-    inherits = (
-        "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1)\n"  # PR_SET_CHILD_SUBREAPER
-        "os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    source = """
-    import os, signal
-    for _ in range(5):
-        if not (middle := os.fork()):
-            os.fork()
-            os._exit(0)
-        os.waitpid(middle, 0)
-    os.write(1, b"ready %d\\n" % os.getpid())
-    signal.pause()
-    """
-    job = launch(source, command=(sys.executable, "-c", inherits, *command))
-    job.ready(1)
-
-    def zombies():
-        return [pid for pid in children(job.process.pid) if proc_state(pid) == "Z"]
-
-    until(lambda: not zombies(), within_s=GONE_S, why=zombies)
-    job.signal(signal.SIGTERM)
-    assert job.end() == 143
-    assert "guardian" not in job.text
-
-
-def test_a_guardian_that_is_killed_is_replaced_and_the_job_goes_on(launch):
-    job = launch(TREE, "--workers=1")
-    job.ready(5)
-    (guardian,) = (pid for pid, line in children(job.process.pid).items() if "guardian" in line)
-    os.kill(guardian, signal.SIGKILL)
-    job.read_until("guardian: killed, started a new guardian")
-    assert not select.select(list(job.pidfds.values()), [], [], 0)[0]
-    job.signal(signal.SIGKILL)
-    job.assert_gone()
-
-
 def test_a_job_inside_a_task_ends_with_it(launch, tmp_path):
     (tmp_path / "inner.py").write_text(TREE)
     source = f"""
@@ -433,8 +390,8 @@ def test_a_job_inside_a_task_ends_with_it(launch, tmp_path):
 
 
 def test_more_tasks_are_forked_than_requests_and_answers_have_room(launch):
-    job = launch(PAUSE, "--workers=500", "--grace_s=0", command=FORK)
-    job.ready(500)
+    job = launch(PAUSE, "--workers=300", "--grace_s=0", command=FORK)
+    job.ready(300)
     job.signal(signal.SIGTERM)
     assert job.end() == 143
     job.assert_gone()
@@ -470,7 +427,6 @@ def test_who_asks_every_process_of_a_job_to_stop_lets_its_tasks_save(launch):
     assert job.end() == 143
     for index in (0, 1):
         assert "saved\n" in Path(f"run/logs/attempt-1/worker-{index}.log").read_text()
-    assert "guardian: killed" not in job.text
     job.assert_gone()
 
 

@@ -1,6 +1,5 @@
 """Jobs from the cells of a notebook, in a real kernel."""
 
-import re
 import signal
 import time
 
@@ -75,11 +74,11 @@ def train(x, lr):
 tfdist.spawn(train, np.ones((64, 4), "float32"), lr=0.01, workers=2)
 """,
     "train(np.ones((64, 4), 'float32'), 0.02)",
-    "tfdist.spawn(train, workrs=3)",
+    "tfdist.spawn(train, 1, 2, strategy='multiwork')",
 ]
 
 
-def test_a_cell_shows_progress_a_table_of_the_history_and_errors_in_one_line(environment):
+def test_a_cell_shows_a_table_of_the_history_and_errors_in_one_line(environment):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in CELLS])
     options = {"timeout": DEADLINE_S, "kernel_name": "python3", "allow_errors": True}
     nbclient.NotebookClient(notebook, **options).execute()
@@ -87,11 +86,9 @@ def test_a_cell_shows_progress_a_table_of_the_history_and_errors_in_one_line(env
     for outputs in (spawned, alone):
         (result,) = [o for o in outputs if o.output_type == "execute_result"]
         assert "<td>loss</td>" in result.data["text/html"], outputs
-    (progress,) = [o.data["text/plain"] for o in spawned if o.output_type == "display_data"]
-    assert re.fullmatch(r"ended, attempt 1(, step \d+)?(, [\d.e+]+ steps/s)?", progress), spawned
     (error,) = failed
     assert error.traceback == [f"UsageError: {error.evalue}"]
-    assert "did you mean 'workers'?" in error.evalue
+    assert "--strategy" in error.evalue
 
 
 def test_interrupting_the_kernel_stops_the_job_with_a_save(environment):

@@ -33,7 +33,7 @@ def test_the_digits_are_learned_and_a_second_start_is_told(kind, tmp_path):
         assert all(line["learning_rate"] == pytest.approx(1e-3) for line in lines)
         assert summary["ps_bytes"]["ps-0"] > 0
     assert summary["metrics"]["val_accuracy"] > 0.95
-    names = {"config.json", "metrics.jsonl", "metrics.png", "report.json", "checkpoints", "logs"}
+    names = {"config.json", "metrics.jsonl", "report.json", "checkpoints", "logs"}
     assert names <= set(os.listdir(run_dir))
 
     again = launch(run_dir, *job, *flags, timeout_s=DEADLINE_S)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tfdist
-from tfdist.configs import FIELDS, FREE
+from tests.tools import options_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -121,17 +121,9 @@ def test_every_page_is_in_the_navigation_of_the_site_once():
     }
 
 
-def row_of(field: Any) -> str:
-    bounds = ", ".join(f"`{choice}`" for choice in field.choices) or field.bounds
-    return f"| `{field.name}` | `{field.default!r}` | {bounds} | {field.help} |"
-
-
-def test_every_field_of_a_configuration_is_in_the_table_and_those_that_may_differ_are_named():
-    lines = (DOCS / "configs.md").read_text().splitlines()
-    assert [row for row in map(row_of, FIELDS.values()) if row not in lines] == []
-    text = " ".join(" ".join(lines).split())
-    named = text.partition("these fields may differ: ")[2].partition(".")[0]
-    assert set(re.findall(r"`(\w+)`", named)) == FREE
+def test_the_page_of_options_is_the_one_that_the_tables_give():
+    """`python -m tests.tools.options_page` writes it."""
+    assert options_page.PAGE.read_text() == options_page.page()
 
 
 def test_the_api_reference_has_every_public_name():

@@ -1,5 +1,6 @@
 """Operations of elastic members over real sockets, with members that are killed at any point."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -93,10 +94,8 @@ class Job:
         match message:
             case {"ready": _}:
                 self.do(self.membership.ready(member))
-            case {"ack": epoch, "done": done}:
+            case {"ack": epoch, "done": done, "has_state": _}:
                 self.do(self.membership.acked(member, epoch, done))
-            case {"broken": epoch, "peer": peer}:
-                self.do(self.membership.broken(member, epoch, peer))
 
     def lost(self, member: int) -> None:
         self.ends.pop(member).close()
@@ -137,10 +136,8 @@ class Job:
                     self.kill(member)
 
     def tell(self, member: int, message: dict, fds=()) -> None:
-        try:
+        with contextlib.suppress(OSError, KeyError):  # it has exited: the next event says so
             socket.send_fds(self.ends[member], [json.dumps(message).encode()], list(fds))
-        except (OSError, KeyError):
-            pass  # it has exited: the next event says so
 
     def kill(self, member: int) -> None:
         if member in self.pids:

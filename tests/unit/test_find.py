@@ -10,11 +10,11 @@ from tfdist.check import available_bytes
 from tfdist.errors import TfdistError, UsageError
 from tfdist.find import batch_size
 from tfdist.find.batch_size import (
-    BatchSearch,
     BatchTrial,
-    MemoryLimits,
     failure,
     largest,
+    memory_limits,
+    search,
 )
 from tfdist.launch.machine import memory_groups
 
@@ -34,20 +34,19 @@ def test_no_size_above_the_largest_is_tried():
 
 
 def test_a_batch_of_one_that_does_not_fit_is_an_error(monkeypatch):
-    def try_out(request: Any, limits: MemoryLimits, *, timeout_s: float) -> BatchTrial:
+    def try_out(request: Any, limits: Any, *, timeout_s: float) -> BatchTrial:
         return BatchTrial(batch_size=request["batch_size"], fits=False, cause="took too much")
 
     monkeypatch.setattr(batch_size, "try_out", try_out)
-    monkeypatch.setattr(batch_size, "available_bytes", lambda: 2 << 20)
     with pytest.raises(TfdistError, match=r"a batch of 1 does not fit into 1 MiB \(took too much"):
-        BatchSearch(first=4, most=8, use=0.5).run({})
+        search({}, (1 << 20, None), first=4, most=8, steps=3, timeout_s=1.0)
 
 
 @pytest.mark.parametrize(("gpus", "process", "gpu"), [((), 300, None), ((800, 400), 900, 360)])
 def test_replicas_share_the_machine_and_have_a_gpu_each(monkeypatch, gpus, process, gpu):
     monkeypatch.setattr(batch_size, "available_bytes", lambda: 1000)
     monkeypatch.setattr(batch_size, "gpu_bytes", lambda: gpus)
-    assert MemoryLimits.of_this_machine(0.9, replicas=3) == MemoryLimits(process=process, gpu=gpu)
+    assert memory_limits(0.9, replicas=3) == (process, gpu)
 
 
 @pytest.fixture
@@ -61,8 +60,7 @@ def child(monkeypatch):
             return real([command[0], "-c", f"import json, os, sys\n{code}"], **given)
 
         monkeypatch.setattr(batch_size.subprocess, "Popen", popen)
-        limits = MemoryLimits(process=100 << 20, gpu=None)
-        return batch_size.try_out({"batch_size": 4}, limits, timeout_s=30.0)
+        return batch_size.try_out({"batch_size": 4}, (100 << 20, None), timeout_s=30.0)
 
     return run
 

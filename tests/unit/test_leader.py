@@ -128,16 +128,6 @@ def test_an_event_arrives_as_it_was_by_the_clock_of_who_hears_it(event, world):
         assert later.since_s == event.since_s + 1000
 
 
-def test_tasks_are_held_up_where_nobody_reads_the_output_of_their_host(world):
-    world.screen.out.is_full = False
-    for is_full, said in ((False, {}), (True, {"full": True}), (False, {"full": False})):
-        world.hears({"states": {"worker-1": "S"}, **said})
-        assert world.processes.is_held_up is is_full
-    world.hears({"states": {"worker-1": "S"}, "full": True})
-    world.hears(ended())
-    assert not world.processes.is_held_up
-
-
 def test_what_a_host_says_of_the_tasks_of_others_or_of_none_is_left_out(world):
     assert world.hears(ended(), rank=2) == []
     assert world.hears(ended(W0), rank=2) == []

@@ -1,4 +1,4 @@
-"""What a run shows: hashes, plot, table and progress."""
+"""What a run shows: hashes, table and progress."""
 
 import hashlib
 import io
@@ -6,15 +6,13 @@ import struct
 from types import SimpleNamespace
 from typing import Any
 
-import matplotlib.image
 import ml_dtypes
 import numpy as np
 import pytest
 
 from tests.clock import Clock
-from tests.processes import python
 from tfdist.checkpoint.state import state_sha256, weights_sha256
-from tfdist.outputs.display import ProgressDisplay, draw_plot, show_result
+from tfdist.outputs.display import ProgressDisplay, show_result
 
 SUMMARY = {
     "status": "done",
@@ -45,43 +43,6 @@ def test_the_hash_is_over_little_endian_bytes_in_order_and_then_of_the_optimizer
     assert state_sha256(model) == hashlib.sha256(found + struct.pack("<q", 5)).hexdigest()
 
 
-def lines(count: int = 5, **more: Any) -> list[dict[str, Any]]:
-    counters = {"examples": 6400, "virtual_epoch": 1, "examples_per_second": 5e3, **more}
-    metrics = ("loss", "accuracy", "val_loss", "val_accuracy")
-    return [
-        {"step": 100 * k, **counters, **dict.fromkeys(metrics, 1 / k)} for k in range(1, count + 1)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("metrics", "panels"),
-    [
-        (lines(), 2),
-        (lines(1), 2),
-        ([{"step": 1, "loss": None, "virtual_epoch": 1}], 1),
-        ([{"step": k, "loss": float(k), "mean_absolute_error": -1.0} for k in range(3)], 2),
-        (lines(3, f1=0.5, recall=0.1, precision=0.9), 3),
-    ],
-)
-def test_the_plot_is_one_png_with_a_panel_for_each_metric(tmp_path, metrics, panels):
-    path = draw_plot(metrics, tmp_path / "metrics.png", title="digits, ps")
-    height, width, _ = matplotlib.image.imread(path).shape
-    assert (abs(width - panels * 780) <= 2, height) == (True, 600)
-
-
-def test_without_matplotlib_or_a_log_there_is_no_plot(tmp_path):
-    assert draw_plot([], tmp_path / "metrics.png", title="") is None
-    assert not (tmp_path / "metrics.png").exists()
-    program = (
-        "import sys, logging; sys.modules['matplotlib'] = None; logging.basicConfig(level=20);"
-        "from tfdist.outputs.display import draw_plot;"
-        "assert draw_plot([{'step': 1, 'loss': 1.0}], sys.argv[1], title='') is None"
-    )
-    done = python("-c", program, tmp_path / "x.png")
-    assert done.returncode == 0, done.stderr
-    assert "pip install 'tfdist[plots]'" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("changes", "rows"),
     [
@@ -91,7 +52,6 @@ def test_without_matplotlib_or_a_log_there_is_no_plot(tmp_path):
                 "strategy        ps, 4 workers, 1 parameter server",
                 "accuracy        0.9900 training, 0.9830 validation",
                 "examples/s      5,210",
-                "plot            runs/a/metrics.png",
             ],
         ),
         (
@@ -109,7 +69,7 @@ def test_without_matplotlib_or_a_log_there_is_no_plot(tmp_path):
     ],
 )
 def test_the_result_is_plain_text(changes, rows, capsys):
-    show_result(SUMMARY | changes, run_dir="runs/a", plot="runs/a/metrics.png")
+    show_result(SUMMARY | changes, run_dir="runs/a")
     text = capsys.readouterr().out
     assert text.isascii()
     assert "\x1b" not in text

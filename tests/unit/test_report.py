@@ -148,15 +148,13 @@ def test_runs_side_by_side_show_what_differs_and_curves_over_each_other():
     assert {"#run-0", "#run-1"} <= {*page.links}
 
 
-def test_a_sweep_shows_parallel_coordinates_all_trials_and_the_runs_that_are_there(tmp_path):
+def test_a_sweep_shows_all_trials_and_the_runs_that_are_there(tmp_path):
     sweep = Path(shutil.copytree(RUNS / "sweep", tmp_path / "sweep"))
     shutil.copytree(RUNS / "multiworker", sweep / "trials" / "5")
     (sweep / "trials" / "1").mkdir()
     (sweep / "trials" / "1" / "report.json").write_text("{")
     assert program.main([str(sweep)]) == 0
     page = Page((sweep / "report.html").read_text())
-    assert sum(tip.startswith("trial ") and "learning_rate" in tip for tip in page.tips) == 8
-    assert read_sweep(sweep).state.on_log_scale == {"learning_rate"}
     assert page.links.count("#run-0") == 2
     state = read_sweep(sweep).state
     state.trials["1"] = dataclasses.replace(state.trials["1"], run="5")  # which it continues

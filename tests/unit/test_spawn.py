@@ -58,8 +58,6 @@ def test_a_spawn_within_a_task_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "where", "code"),
     [
-        ({"max_restart": 3}, "tfdist.spawn", "unknown-option"),
-        ({"hosts": "a:2"}, "tfdist.spawn", "unknown-option"),
         ({"workers": 0}, "--workers", "bad-value"),
         ({"workers": "two"}, "--workers", None),
         ({"strategy": "multi"}, "--strategy", "bad-value"),
@@ -72,8 +70,6 @@ def test_options_are_the_launchers_and_refused_as_there(options, where, code):
     error = refusal(len, "abc", **options)
     assert error.where == where
     assert code in (None, error.code)
-    if "max_restart" in options:
-        assert "did you mean 'max_restarts'?" in str(error)
 
 
 def test_other_keywords_are_arguments_of_the_function():
@@ -82,11 +78,12 @@ def test_other_keywords_are_arguments_of_the_function():
 
     assert spawning._keywords(fn, (1,), {"rate": 0.1, "max_restarts": 2}) == {"rate": 0.1}
     assert spawning._keywords(fn, (1, 0.1, 3), {"workers": 2}) == {}
-    assert spawning._keywords(functools.partial(fn, workers=3), (1,), {"workers": 2}) == {}
+    assert spawning._keywords(functools.partial(fn, workers=3), (1, 2), {"workers": 2}) == {}
     assert spawning._keywords(lambda **more: 0, (), {"a": 1, "run_dir": "run"}) == {"a": 1}
     assert refusal(fn, 1, rate=0.1, workers=2).code == "exclusive"
     assert refusal(fn, 1, rate=0.1, ps=1).code == "exclusive"
-    assert "did you mean 'rate'?" in str(refusal(fn, 1, ratte=0.1))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_restart'"):
+        tfdist.spawn(fn, 1, rate=0.1, max_restart=3)
 
 
 def test_keywords_become_flags():
@@ -127,7 +124,7 @@ def test_a_failure_is_told_to_who_ignores_the_ends_of_processes(tmp_path_factory
     """The kernel gives such a program no exit code, and Python 0 for it."""
     run_dir = tmp_path_factory.mktemp("run")
 
-    def run(flags, progress):
+    def run(flags):
         entry = {"exit_code": 3, "first_failure": None}
         (run_dir / "report.json").write_text(json.dumps({"attempts": [entry]}))
         return 0, False, ["said"]
@@ -148,7 +145,7 @@ def test_answers_of_attempts_that_failed_do_not_count(tmp_path_factory, monkeypa
     last = {"attempt": 2, "first_failure": {"task": "worker-0", "cause": "killed by SIGKILL"}}
 
     def ended_with(code):
-        def run(flags, progress):
+        def run(flags):
             for answer in (error, result):
                 spawning._answer(Path(flags[-1]), answer)
             (run_dir / "report.json").write_text(json.dumps({"attempts": [{"attempt": 1}, last]}))

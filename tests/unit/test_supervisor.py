@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.histories import JOBS, parsed, recorded, short, tasks
-from tfdist.launch.diagnosis import Hang
+from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import (
     AskForStacks,
     Beat,
@@ -88,22 +88,6 @@ The root cause
 # a lost peer of the last task
 1: 5 w0 fails LOST
 > 5.1 failed w0: LOST (exit code 1); exit 1
-# a lost peer that is stopped
-2 stopped=w1: 5 w0 fails LOST
-> 5.6 failed w1: stopped (SIGSTOP), and w0 lost the connection: LOST (exit code 1);
-> 15.6 SIGKILL w1; exit 1
-# a missing peer that has not started
-2 absent=w1: 5 w0 fails WAITED code 75
-> 5.6 failed w1: has not started by 5, and w0 failed: WAITED (exit code 75); 15.6 SIGKILL w1;
-> exit 75
-# an error of its own beside a stopped task
-2 stopped=w1: 5 w0 fails ValueError
-> 5.1 failed w0: ValueError (exit code 1); SIGTERM w1; 5.6 exit 1
-
-Tasks that train alone
-# one of them, as one task may train for all
-3: 5 w1 step 3 alone 1; 9 w1 step 5 alone 1; 20 w0 ends 0; 20 w1 ends 0; 20 w2 ends 0
-> 20 exit 0
 
 The end of the others
 # the first failure stops the others
@@ -325,10 +309,10 @@ def happening(text):
         case "step":
             beat = {"task": who, "phase": "step", "step": int(first), "since_s": at_s}
             first_s = float(more["first"]) if "first" in more else None
-            yield at_s, Beat(**beat, first_step_s=first_s, at_s=at_s, is_alone="alone" in more)
+            yield at_s, Beat(**beat, first_step_s=first_s, at_s=at_s)
         case "hangs":
             stuck = tuple(tasks(" ".join(rest)))
-            yield at_s, Hang(task=who, cause="hangs: silent", stuck=stuck, since_s=3.0)
+            yield at_s, (Failure(task=who, cause="hangs: silent", exit_code=1, at_s=3.0), stuck)
         case "raises" | "fails":
             code, step = int(more.get("code", 1)), int(more["step"]) if "step" in more else None
             raised = {"task": who, "exit_code": code, "cause": CAUSES.get(first, first)}
@@ -345,7 +329,7 @@ class World:
         self.are = defaultdict(set)
         self.are |= {name: set(tasks(who)) for name, who in behaviour.items()}
         events = list(events)
-        self.hang = next((event for event in events if isinstance(event[1], Hang)), None)
+        self.hang = next((event for event in events if isinstance(event[1], tuple)), None)
         self.alive, self.watched = set(), set()
         self.done, self.said = [], []
         self._order, self._coming = itertools.count(), []
@@ -422,12 +406,6 @@ class World:
     def find_hang(self, now_s):
         (_, hang), self.hang = self.hang, None
         return hang
-
-    def stopped(self):
-        return next(iter(self.are["stopped"]), None)
-
-    def absent(self, now_s):
-        return next(((who, f"has not started by {now_s:g}") for who in self.are["absent"]), None)
 
     # the screen
 
@@ -510,16 +488,6 @@ def test_history(history, outcome):
 )
 def test_what_is_done_is_said(history, said):
     assert [short(text) for text in play(history)[1].said] == said
-
-
-def test_a_second_task_that_trains_alone_ends_the_job_for_good():
-    state, world = play(
-        "3 max_restarts=3: 5 w1 step 3 alone 1; 6 w0 step 3; 7 w2 step 1 alone 1;"
-        " 8 w0 step 4 alone 1"
-    )
-    assert (state.exit_code, state.restart) == (2, "")
-    assert "7 failed w2: model.fit: w2 and w1 train separate models" in (said := transcript(world))
-    assert said.count("failed") == 1
 
 
 def test_every_process_has_a_record():

@@ -214,13 +214,18 @@ def test_auto_is_resolved_by_the_cluster(cluster, asked, resolved):
 
 UNFIT = (({}, "ps"), ({}, "multiworker"), (WORKERS, "single"), (PS, "mirrored"))
 OF_INDEX = '{"cluster": {}, "task": {"type": "worker", "index": %s}}'
-OF_CLUSTER = '{"cluster": %s, "task": {}}'
+OF_CLUSTER = '{"cluster": %s, "task": {"type": "worker", "index": 0}}'
 MISTAKES: dict[str, tuple[str | bytes, ...]] = {
     "TFC001": (
         *("nonsense", b"\xff\xfe", '{"a": ' + "9" * 5000 + "}", '{"a":' * 100_000),
         GOOD.replace('"', "'"),
     ),
-    "TFC005": ("{}", '{"clusters": {}, "task": {"type": "worker", "index": 0}}'),
+    "TFC005": (
+        *("{}", '{"clusters": {}, "task": {"type": "worker", "index": 0}}'),
+        *("3", "null", "[null, true, NaN, 0.5]", '{"cluster": {}, "task": []}'),
+        '{"cluster": {}, "task": {"typ": "ps", "index": 0}}',
+        OF_INDEX.replace("{}", "null") % "0",
+    ),
     "TFC008": (OF_CLUSTER % '{"wroker": ["a.example:2222"]}',),
     "TFC011": (OF_CLUSTER % '{"worker": ["a.example:0"]}',),
     "TFC012": (OF_CLUSTER % '{"worker": ["a.example:2222", "a.example:2222"]}',),
@@ -228,15 +233,7 @@ MISTAKES: dict[str, tuple[str | bytes, ...]] = {
     "TFC015": ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "wroker", "index": 0}}',),
     "TFC018": (f'{GOOD[:-1]}, "tfdist": {{"startup_timeout": 60}}}}',),
     "TFC019": (f'{GOOD[:-1]}, "tfdist": {{"startup_timeout_s": "60"}}}}',),
-    "TFC021": (f'{GOOD[:-1]}, "tf_dist": {{"strategy": "ps"}}}}',),
-    "TFC006": ('{"cluster": {}, "task": {"typ": "ps", "index": 0}}',),
-    "TFC007": (
-        "3",
-        "null",
-        "[null, true, NaN, 0.5]",
-        OF_CLUSTER % "null",
-        '{"cluster": {}, "task": []}',
-    ),
+    "TFC007": (f'{GOOD[:-1]}, "tfdist": []}}',),
     "TFC009": (
         *(OF_CLUSTER % '{"worker": null}', OF_CLUSTER % '{"worker": {"0": "a:1"}}'),
         OF_CLUSTER % '{"ps": [], "chief": []}',
@@ -264,21 +261,6 @@ def test_what_is_no_task_of_a_job_is_refused(text, code):
     assert error.code == code
     assert error.where.startswith("TF_CONFIG")
     assert str(error).isprintable()
-
-
-@pytest.mark.parametrize(
-    ("fields", "code", "fix"),
-    [
-        ({"cluster": {"master": ["a:1"]}, "task": WORKER_0}, "TFC008", "write 'chief' instead"),
-        ({"cluster": WORKERS, "task": {"type": "master", "index": 0}}, "TFC015", "write 'chief'"),
-        ({"sparseCluster": WORKERS, "task": WORKER_0}, "TFC005", "set enableDynamicWorker: false"),
-        ({"cluster": {"sparseCluster": WORKERS}, "task": WORKER_0}, "TFC008", "set enableDynamic"),
-    ],
-)
-def test_the_fix_for_a_name_of_an_older_platform_says_what_to_write(fields, code, fix):
-    error = refusal(lambda: decode(json.dumps(fields)))
-    assert error.code == code
-    assert error.fix.startswith(fix)
 
 
 @pytest.mark.parametrize(

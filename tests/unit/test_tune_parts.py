@@ -22,7 +22,6 @@ from tests.refusals import refusal, refused
 from tfdist import tune
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE, TfdistError, UsageError
 from tfdist.files import is_held
-from tfdist.launch.machine import raise_file_limit
 from tfdist.outputs.sweep_journal import LOCK, Journal, fold, read
 from tfdist.tuning import results
 from tfdist.tuning import sweep as sweep_module
@@ -293,8 +292,10 @@ def test_trials_have_the_gpus_that_the_sweep_itself_hides_from_tensorflow(monkey
 
 
 def test_a_program_with_many_open_files_waits_for_its_trials():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, raise_file_limit(2048))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, before[1]))
         files = [stack.enter_context(open(os.devnull)) for _ in range(1100)]
         local_runner().wait([types.SimpleNamespace(pidfd=files[-1].fileno())], 0.0)
 

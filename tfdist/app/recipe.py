@@ -71,7 +71,6 @@ def transform_of(config: Any) -> Compose:
 
 
 def virtual_epochs(config: Any) -> VirtualEpochs:
-    """Return the length of the run."""
     return VirtualEpochs(total_examples=config.total_examples, checkpoints=config.checkpoints)
 
 
@@ -168,7 +167,7 @@ def _require_channels(config: Any, channels: int) -> None:
             raise UsageError(
                 f"config.augmentation.{name}",
                 f"{len(values)} numbers do not fit the {channels} channels of {config.dataset}",
-                fix="set one number for all channels, or one for each",
+                fix="set a number for all channels, or a number for each channel",
                 code="channels-differ",
             )
 

@@ -24,9 +24,7 @@ from tfdist.errors import Stopped, TfdistError, UsageError
 from tfdist.outputs.display import (
     ProgressDisplay,
     ScalarWriter,
-    draw_plot,
     show_result,
-    strategy_line,
 )
 from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
 from tfdist.strategy import barrier, broadcast, current_job, is_chief, make_strategy
@@ -135,9 +133,7 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     status = DONE if done else STOPPED
     summary = _write_summary(model, reporter, directory, plan, status=status)
     if summary:
-        title = f"{config.dataset}, {config.model}: {strategy_line(summary)}"
-        path = draw_plot(directory.read_metrics(), directory.plot_file, title=title)
-        show_result(summary, run_dir=str(directory.path), plot=str(path) if path else None)
+        show_result(summary, run_dir=str(directory.path))
     return summary
 
 
@@ -212,7 +208,6 @@ def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
 def _trackers(
     config: Any, directory: RunDirectory, *, seed: int
 ) -> Sequence[keras.callbacks.Callback]:
-    """Return the chief's callback of the configured tracker, if the tracker is available."""
     if config.tracker == "none" or not is_chief():
         return ()
     made = make_tracker(
@@ -269,8 +264,7 @@ def _write_summary(
 def _show_finished(directory: RunDirectory) -> dict[str, Any]:
     summary = directory.read_summary() or {}
     logger.info("the run in %s is finished (pass --overwrite to run it again)", directory.path)
-    path = str(directory.plot_file) if directory.plot_file.exists() else None
-    show_result(summary, run_dir=str(directory.path), plot=path)
+    show_result(summary, run_dir=str(directory.path))
     return summary
 
 

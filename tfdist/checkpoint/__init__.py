@@ -1,6 +1,6 @@
 """Checkpoints: the store, the callbacks that save and resume, and warm starts.
 
-    format          files of one checkpoint
+    format          files of a checkpoint
     store           crash-safe directory of checkpoints
     saved_run       checks that a checkpoint holds a run
     state           conversion of a model to arrays and back, digests, and its configuration

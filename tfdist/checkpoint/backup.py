@@ -143,7 +143,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             require(
                 save_freq == "auto",
                 name,
-                f'{mtbf_s!r} has no effect without save_freq="auto"',
+                f'{mtbf_s!r} has no effect if save_freq is not "auto"',
                 fix='add save_freq="auto", or leave out mtbf_s',
                 code="exclusive",
             )
@@ -152,7 +152,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         require(
             not delete_checkpoint,
             "BackupAndRestore: delete_checkpoint",
-            "True would make a restarted job repeat a finished run",
+            "if True, a restarted job would repeat a finished run",
             fix="leave it out, and delete the directory after the job",
             code="unsupported",
         )
@@ -241,7 +241,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             return
         began_s = self._clock()
         if job.is_chief:
-            self.wait()  # before copying, so that memory holds at most one copy
+            self.wait()  # before copying, so that memory never holds two copies
             self.prepare()
         arrays = state.capture(model, job)
         self._saved_at = self._clock()
@@ -283,6 +283,13 @@ class BackupAndRestore(keras.callbacks.Callback):
             written, self._written = self._written, None
             written.result()
         if self.remote:
+            self.remote.raise_error()
+
+    def finish(self) -> None:
+        """Wait until the last save is on the disk and at the URL. Raise the error of either."""
+        self.wait()
+        if self.remote:
+            self.remote.close()
             self.remote.raise_error()
 
     def close(self) -> None:
@@ -473,11 +480,11 @@ class AutoInterval:
         self.interval_s = interval_for(self._save_s, self._mtbf_s)
 
 
-# Selection of the best checkpoint by one metric, from epoch logs or an evaluator's lines.
+# Selection of the best checkpoint by a metric, from epoch logs or an evaluator's lines.
 
 
 class Best:
-    """Tracker of one metric in the logs that detects a new best value.
+    """Tracker of a metric in the logs that detects a new best value.
 
     Args:
       name: Name of the metric in the logs. `None` turns the tracker off.

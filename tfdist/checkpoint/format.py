@@ -1,4 +1,4 @@
-"""Format of one checkpoint: a shard of raw bytes, and a manifest that lists its arrays.
+"""Format of a checkpoint: a shard of raw bytes, and a manifest that lists its arrays.
 
 A shard contains the arrays in sequence, little-endian and in C order. The manifest is JSON with the
 checksums of the shard and of the manifest. Both files are synced to the disk after the write.
@@ -194,7 +194,7 @@ def check_size(directory: Path, manifest: Manifest) -> None:
 
 
 def read_arrays(directory: Path, manifest: Manifest) -> dict[str, Array]:
-    """Read one copy of the arrays and verify their checksum.
+    """Read a copy of the arrays and verify their checksum.
 
     Raises Damaged, or Unreadable if the file may be intact but cannot be read now.
     """

@@ -109,7 +109,7 @@ def publish_from(backups: Sequence[BackupAndRestore], callbacks: Sequence[Any]) 
                 backups,
                 "PublishModel",
                 "no tfdist.BackupAndRestore is among the callbacks",
-                fix="add one: PublishModel exports its checkpoints",
+                fix="add BackupAndRestore: PublishModel exports its checkpoints",
                 code="missing-backup",
             )
             callback.backup, backups[0].publisher = backups[0], callback

@@ -2,8 +2,8 @@
 
 A checkpoint is written to a local directory first. A thread then uploads the shard, and last the
 manifest, so a remote checkpoint with a manifest is complete. Before an upload the thread claims the
-serial number with a conditional put: if two jobs write to one URL, the later one is refused. File
-systems without a conditional put do not refuse a job that claims in the same moment.
+serial number with a conditional put: if two jobs write to the same URL, the later job is refused.
+File systems without a conditional put do not refuse a job that claims in the same moment.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class RemoteCheckpoints:
         self._best: dict[str, bool] = {}
 
     def fetch(self) -> None:
-        """Download the newest complete checkpoint, unless the local store has a newer one.
+        """Download the newest complete checkpoint, unless the local store has a newer checkpoint.
 
         The local directory is locked by the caller. If the URL is unreachable, the local
         checkpoints are used, with a warning. Raises TfdistError without local checkpoints.
@@ -216,7 +216,7 @@ class RemoteCheckpoints:
         if self._store.read_named(name) is not None:
             _LOG.info("%s: downloaded %s", self._url, name)
             return True
-        _LOG.warning("%s: %s is damaged; using the one before", self._url, name)
+        _LOG.warning("%s: %s is damaged; using the previous checkpoint", self._url, name)
         shutil.rmtree(directory / name)
         return False
 

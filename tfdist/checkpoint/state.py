@@ -177,7 +177,7 @@ def require_same_variables(
     require(
         not differences,
         where,
-        f"the checkpoint belongs to another model: {_named(differences)}",
+        f"the checkpoint belongs to another model: {_summary(differences)}",
         fix=_ANOTHER,
         code="another-model",
     )
@@ -211,7 +211,7 @@ def require_same_configuration(
     require(
         not differences,
         where,
-        f"the checkpoint belongs to another configuration: {_named(differences)}",
+        f"the checkpoint belongs to another configuration: {_summary(differences)}",
         fix=_ANOTHER,
         code="another-configuration",
     )
@@ -238,7 +238,7 @@ def _roles(names: Mapping[str, Any]) -> dict[str, str]:
     return roles
 
 
-def _named(differences: Sequence[str]) -> str:
+def _summary(differences: Sequence[str]) -> str:
     """Return the first differences, with control characters escaped: names may be untrusted."""
     text = named(differences, most=_DIFFERENCES_SHOWN)
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -254,7 +254,7 @@ def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:
 
 
 def _rows_of_all(variable: Any, job: Job) -> np.ndarray[Any, Any]:
-    """Return ``[replicas, *shape]`` with one row per replica. Collective."""
+    """Return ``[replicas, *shape]``, a row per replica. Collective."""
     replicas, own = _metric_replicas(job)
     rows = np.zeros((replicas, *variable.shape), _numpy_dtype(variable))
     for replica, copy in zip(own, _copies(variable, job), strict=True):
@@ -335,11 +335,11 @@ def _settings(thing: Any) -> Settings:
         config = thing.get_config()
     except (AttributeError, NotImplementedError, TypeError, ValueError):
         config = {}  # a custom class without a configuration
-    plain = _plain(config) if isinstance(config, dict) else {}
+    plain = _relevant(config) if isinstance(config, dict) else {}
     return {**plain, "class": getattr(thing, "__name__", type(thing).__name__)}
 
 
-def _plain(config: Settings) -> Settings:
+def _relevant(config: Settings) -> Settings:
     """Return the settings to compare, as JSON values."""
     plain: Settings = {}
     for key, value in config.items():
@@ -350,7 +350,7 @@ def _plain(config: Settings) -> Settings:
         elif _is_numbers(value):
             plain[key] = json.loads(json.dumps(value))  # tuples as lists
         elif key.endswith(_BY_CLASS) and isinstance(value, dict):
-            plain[key] = {"class": value.get("class_name"), **_plain(value.get("config") or {})}
+            plain[key] = {"class": value.get("class_name"), **_relevant(value.get("config") or {})}
     return plain
 
 
@@ -367,7 +367,7 @@ def _is_numbers(value: Any) -> bool:
 def weights_sha256(model: Any) -> str:
     """Return the SHA-256 of `model.weights` in order, as little-endian bytes in C order.
 
-    Reads one variable at a time. Not a collective: any single task may call it.
+    Reads the variables individually. Not a collective: any single task may call it.
     """
     return _sha256(model.weights)
 

@@ -67,7 +67,7 @@ class Location:
 
 
 class CheckpointStore:
-    """Directory of checkpoints with one writer and any number of readers.
+    """Directory of checkpoints with a single writer and any number of readers.
 
     `prepare` or the first `write` locks the directory. The lock lasts until `close`, the exit of
     the process, or the deletion of this object.
@@ -103,9 +103,9 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint, remove old checkpoints, and return the new directory.
 
-        The method reads one array at a time, so the mapping may compute `arrays` lazily. `meta` is
-        JSON. A checkpoint with `best` is kept until the next checkpoint with `best`. Only one task
-        may call this method, from any thread.
+        The method reads the arrays individually, so the mapping may compute `arrays` lazily. `meta`
+        is JSON. A checkpoint with `best` is kept until the next checkpoint with `best`. Only one
+        task may call this method, from any thread.
 
         Raises TfdistError for a full disk or a missing permission: earlier checkpoints stay intact.
         Raises UsageError for a second writer or an unsupported dtype. If an old checkpoint cannot
@@ -171,7 +171,7 @@ class CheckpointStore:
         """Read the checkpoint of `step` (default: the newest intact checkpoint).
 
         If the newest checkpoint is damaged, log a warning and read the previous checkpoint. Memory
-        holds one copy of the arrays.
+        holds a single copy of the arrays.
 
         Raises UsageError if no checkpoint exists or its format is newer than this tfdist. Raises
         Unreadable, a TfdistError, if it may be intact but cannot be read now. Raises NothingWhole,

@@ -135,7 +135,7 @@ def _read(model: keras.Model, path: str, *, best: bool, skip_mismatch: bool) -> 
 def _checked(
     values: dict[str, Any], wanted: dict[str, Any], path: str, *, skip_mismatch: bool
 ) -> list[str]:
-    """Return the keys of variables without a value of their shape, or raise UsageError for one."""
+    """Return the keys of variables without a value of their shape, or raise UsageError."""
     skipped = []
     for key, variable in wanted.items():
         found = values.get(key)
@@ -175,7 +175,7 @@ def loading(path: str | os.PathLike[str]) -> Iterator[None]:
         raise UsageError(
             os.fspath(path),
             f"Keras cannot load the file ({type(error).__name__}: {said:.200})",
-            fix="save the model again. Load a model with custom classes in the program that "
+            fix="save the model again. If it has custom classes, load it in the program that "
             "defines them",
             code="not-loadable",
         ) from error

@@ -45,7 +45,7 @@ def check_address(address: object, *, where: str) -> tuple[str, int]:
     raise UsageError(
         where,
         f"{shown(address)} is not host:port with {wanted}",
-        fix='write one address, as in "host:2222" or "[fd00::1]:2222"',
+        fix='write an address, as in "host:2222" or "[fd00::1]:2222"',
         code=code,
     )
 

@@ -13,13 +13,14 @@ The rules (docs/schedulers.md explains them to users):
   be a task of a Slurm step.
 * Other processes use the first source in the order of `SOURCES` that describes them. TF_CONFIG
   precedes all other sources. ``mpirun`` precedes ``srun``, because it runs inside a Slurm step.
-* TF_CONFIG must agree with the other sources on the number of tasks. If both use the same host
-  names, they must agree on this task's host. Ports, host names and task types may differ.
+* TF_CONFIG must agree with the other sources on the number of tasks. Ports, host names and task
+  types may differ.
 * TFDIST_CLUSTER selects one source. The value ``none`` selects a single process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,6 @@ from tfdist.cluster.address import (
     parse_hosts,
     ranks_of,
     shown,
-    split_address,
 )
 from tfdist.cluster.placement import is_name, one_of, place, port_of_job, same_host
 from tfdist.cluster.settings import integer, needed, text
@@ -188,7 +188,7 @@ def from_slurm(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
         return None
     if (integer(environ, "SLURM_HET_SIZE") or 1) > 1:
         problem = f"a heterogeneous job of {environ['SLURM_HET_SIZE']} components is not supported"
-        fix = "submit a job of one component, or set TF_CONFIG"
+        fix = "submit a job of a single component, or set TF_CONFIG"
         raise _contradiction("SLURM_HET_SIZE", problem, fix)
     node_of_ranks = _nodes_of_ranks(environ, count=count)
     rank = needed(environ, "SLURM_PROCID", most=count - 1)
@@ -432,7 +432,8 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
     for name, read in SOURCES.items():
         config = read(environ, job_settings)
         if config is not None:
-            _check_agreement(name, config, environ)
+            if name == "tf_config" and config.task.type != "evaluator":  # not all count it
+                _check_size(config, environ, job_settings)
             return config
     return _alone(job_settings)
 
@@ -476,53 +477,22 @@ def _with_settings(config: TaskConfig, job_settings: JobSettings) -> TaskConfig:
     return replace(config, options=replace(options, strategy=strategy if has == "auto" else has))
 
 
-def _check_agreement(source: str, config: TaskConfig, environ: Mapping[str, str]) -> None:
-    """Check the number of tasks and the task's host against the other sources."""
-    if source == "tf_config" and config.task.type != "evaluator":  # not all count it
-        _check_size(config, environ)
-        for variable in ("PMIX_HOSTNAME", "SLURMD_NODENAME"):
-            _check_host(config, variable, text(environ, variable))
-    if source == "slurm" and text(environ, HOSTS):
-        listed = len(ranks_of(parse_hosts(text(environ, HOSTS), where=HOSTS)))
-        count = len(config.cluster.training_tasks()) + config.options.evaluator
-        if listed != count:
-            problem = f"{HOSTS} lists {listed} tasks, but the step has {count}"
-            raise _disagreement(HOSTS, problem, f"set {CLUSTER}=hosts to read only {HOSTS}")
-
-
-def _check_size(config: TaskConfig, environ: Mapping[str, str]) -> None:
-    """Check the number of tasks in TF_CONFIG against the innermost launcher."""
+def _check_size(config: TaskConfig, environ: Mapping[str, str], job_settings: JobSettings) -> None:
+    """Check the number of tasks in TF_CONFIG against the first other source that gives one."""
     count = max(1, len(config.cluster.training_tasks()))
-    sizes: dict[str, int] = {}
-    if _OMPI[0] in environ or _PMI[1] in environ:  # PMIx sets no number of ranks
-        world = _world(environ)
-        sizes |= {world.names[0]: world.size} if world else {}
-    sizes["SLURM_STEP_NUM_TASKS"] = num_slurm_tasks(environ)
-    if text(environ, HOSTS):
-        sizes[HOSTS] = len(ranks_of(parse_hosts(environ[HOSTS], where=HOSTS)))
-    source, other = next(((name, size) for name, size in sizes.items() if size > 1), ("", count))
-    if other != count:
-        raise _disagreement(
-            "TF_CONFIG",
-            f"TF_CONFIG has {count} training task{'s' * (count > 1)}, but {source} has {other}",
-            f"set {CLUSTER}=tf_config to read only TF_CONFIG",
-        )
-
-
-def _check_host(config: TaskConfig, variable: str, name: str) -> None:
-    """Raise UsageError if TF_CONFIG lists this host, but puts this task on another host."""
-    if not name or config.cluster.kind.is_one_process:
-        return
-    at = {t: split_address(config.cluster.address(t))[0] for t in config.cluster.training_tasks()}
-    own = at[config.task]
-    here = next((task for task, host in at.items() if same_host(host, name)), None)
-    if here is not None and not same_host(own, name):
-        raise UsageError(
-            "TF_CONFIG",
-            f"{config.task} is on {own} in TF_CONFIG, but {variable}={name}, the host of {here}",
-            fix="give each task its own index in TF_CONFIG, or unset TF_CONFIG",
-            code="ENV006",
-        )
+    for name, read in SOURCES.items():
+        other = None
+        if name != "tf_config":
+            with contextlib.suppress(UsageError):  # TF_CONFIG precedes it
+                other = read(environ, job_settings)
+        if other is not None and (found := len(other.cluster.training_tasks())) != count:
+            raise _disagreement(
+                "TF_CONFIG",
+                f"TF_CONFIG has {count} training task{'s' * (count > 1)}, but {name} has {found}",
+                f"set {CLUSTER}=tf_config to read only TF_CONFIG",
+            )
+        if other is not None:
+            return
 
 
 def _disagreement(where: str, problem: str, or_else: str) -> UsageError:
@@ -530,7 +500,7 @@ def _disagreement(where: str, problem: str, or_else: str) -> UsageError:
 
 
 def _missing(where: str, problem: str, fix: str) -> UsageError:
-    return _contradiction(where, problem, f"{fix}, or set {CLUSTER}=none for a single process")
+    return _contradiction(where, problem, f"{fix}, or set {CLUSTER}=none if the job has one task")
 
 
 def _contradiction(where: str, problem: str, fix: str) -> UsageError:

@@ -81,7 +81,7 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
                 EVALUATOR,
                 f"an evaluator cannot join a job of {count} task{'s' * (count > 1)} "
                 f"with strategy {job_settings.strategy}",
-                fix=f"use multiworker or ps and one more task, or unset {EVALUATOR}",
+                fix=f"use multiworker or ps with an additional task, or unset {EVALUATOR}",
                 code="ENV004",
             )
         training = replace(job_settings, evaluator=False)

@@ -181,7 +181,7 @@ def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> Usag
     elif among is not None:
         fix = (
             f"pass a range larger than {among[0]} to {among[-1]} (--ports), or stop the processes "
-            "that use these ports (ss -tanp). Ports of a finished job are free after a minute"
+            "that use these ports (ss -tanp). If a job just finished, wait a minute"
         )
     return UsageError(
         "ports",

@@ -16,10 +16,8 @@ from tfdist.cluster.ports import parse_ports
 from tfdist.errors import UsageError
 from tfdist.options import (
     CLUSTER,
-    HOSTS,
     LAUNCHED,
-    LOCAL_RANK,
-    NODE_RANK,
+    PLACE,
     PORTS,
     RESTARTS,
     STAGES,
@@ -34,8 +32,7 @@ LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 """Variable that makes tf.keras Keras 2 (package tf_keras). `import keras` remains Keras 3."""
 
 _OF_OPTIONS = {one.variable: one for one in table(JobSettings).values() if one.variable}
-_OF_PLACE = (HOSTS, NODE_RANK, LOCAL_RANK, RESTARTS, UNCOUNTED_RESTARTS)
-NAMES = (CLUSTER, *_OF_OPTIONS, *_OF_PLACE)
+NAMES = (*_OF_OPTIONS, *PLACE)
 
 _MAX = 2**31 - 1
 _COUNTS_OF_RESTARTS = (RESTARTS, UNCOUNTED_RESTARTS, "SLURM_RESTART_COUNT")
@@ -114,7 +111,7 @@ def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int =
     """Return the value of an integer variable. Raise `UsageError` if it is not set."""
     value = integer(environ, name, least=least, most=most)
     if value is None:
-        fix = f"pass it on to the task, or set {CLUSTER}=none for a single process"
+        fix = f"pass it on to the task, or set {CLUSTER}=none if the job has one task"
         raise UsageError(name, "the variable is not set", fix=fix, code="ENV007")
     return value
 
@@ -138,8 +135,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _MAY_BE_SECRET = re.compile(
-    r"(^|[_.-])(key|auth|authorization|pwd|pw|pass|bearer|jwt|pat|cookie|dsn|sig|signature|sas)$"
-    r"|^-p$",
+    r"(^|[_.-])(key|auth|authorization|pwd|pw|pass|bearer|jwt|pat|cookie|dsn|sig|signature|sas)$",
     re.IGNORECASE,
 )
 _HOLDS_SECRET = re.compile(

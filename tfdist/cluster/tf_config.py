@@ -14,19 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from tfdist.cluster.address import check_address, shown
-from tfdist.errors import UsageError, near, require_int, require_one_of
+from tfdist.errors import UsageError, require_int, require_one_of
 from tfdist.kinds import AUTO, KINDS, Kind
 from tfdist.options import JobOptions, table
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 
 _RANK = {type_: rank for rank, type_ in enumerate(TASK_TYPES)}
-_FIX_OF_OLD_NAMES = {
-    "master": "write 'chief' instead of 'master', both in the cluster and in the task's type",
-    "sparseCluster": "set enableDynamicWorker: false in the TFJob, so that 'cluster' lists all"
-    " tasks (a sparseCluster lists only some)",
-}
-"""Fixes for names of older platforms (AI Platform, SageMaker, Kubeflow's TFJob)."""
 
 
 @functools.total_ordering
@@ -41,8 +35,7 @@ class Task:
     index: int
 
     def __post_init__(self) -> None:
-        fix = _FIX_OF_OLD_NAMES.get(str(self.type), "")
-        require_one_of("task type", self.type, TASK_TYPES, fix=fix, code="TFC015")
+        require_one_of("task type", self.type, TASK_TYPES, code="TFC015")
         fix = 'give the position of the task in its list, without quotes, as in "index": 0'
         require_int("task index", self.index, least=0, fix=fix, code="TFC016")
 
@@ -78,8 +71,7 @@ class ClusterSpec:
     def from_dict(cls, addresses: Mapping[str, object]) -> ClusterSpec:
         """Return the spec of ``{task type: list of addresses}``, the format of TF_CONFIG."""
         for type_ in addresses:
-            fix = _FIX_OF_OLD_NAMES.get(type_, "")
-            require_one_of("cluster", type_, TASK_TYPES, fix=fix, code="TFC008")
+            require_one_of("cluster", type_, TASK_TYPES, code="TFC008")
         cluster = cls(**addresses)  # type: ignore[arg-type]  # checked in __post_init__
         _check_not_empty(cluster, addresses)
         return cluster
@@ -193,7 +185,7 @@ def _check_roles(cluster: ClusterSpec) -> None:
             raise UsageError(
                 "cluster",
                 f"a cluster with ps needs a {type_}, but has none",
-                fix=f'add "{type_}": ["host:port"], or remove "ps" for a multiworker job',
+                fix=f'add "{type_}": ["host:port"], or remove "ps" if the job is multiworker',
                 code="TFC014",
             )
 
@@ -209,7 +201,7 @@ def _check_not_empty(cluster: ClusterSpec, addresses: Mapping[str, object]) -> N
         raise UsageError(
             f"cluster {named[0]}",
             "the cluster has no training task",
-            fix=f"list the address of each {named[0]}, or unset TF_CONFIG for a single process",
+            fix=f"list the address of each {named[0]}, or unset TF_CONFIG if the job has one task",
             code="TFC009",
         )
 
@@ -273,24 +265,27 @@ def decode(text: str | bytes) -> TaskConfig:
             code="TFC001",
         ) from None
     with _place(VARIABLE):
-        fields = _object(fields, "")
-        _refuse_misspelt_options(fields)
-        example = '{"worker": ["host:port"]}'
-        lists = _present(fields, "cluster", where="cluster", example=example)
-        cluster = ClusterSpec.from_dict(_object(lists, "cluster"))
-        example = '{"type": "worker", "index": 0}'
-        place = _object(_present(fields, "task", where="task", example=example), "task")
-        type_ = _present(place, "type", where="task", example='"worker"')
-        index = _present(place, "index", where="task", example="0")
-        task = Task(type_, index)  # type: ignore[arg-type]  # it checks them
-        options = _options(_object(fields.get("tfdist", {}), "tfdist"))
-        return TaskConfig(cluster=cluster, task=task, options=options)
+        match fields:
+            case {"cluster": dict(lists), "task": {"type": type_, "index": index}}:
+                cluster = ClusterSpec.from_dict(lists)
+                options = _options(fields.get("tfdist", {}))
+                return TaskConfig(cluster=cluster, task=Task(type_, index), options=options)
+        raise UsageError(
+            "",
+            f"{shown(fields)} lacks some of the keys",
+            fix='write {"cluster": {"worker": ["host:port"]}, "task": {"type": "worker", '
+            '"index": 0}}',
+            code="TFC005",
+        )
 
 
-def _options(values: Mapping[str, object]) -> JobOptions:
+def _options(values: object) -> JobOptions:
+    if not isinstance(values, dict):
+        problem = f"{shown(values)} is not a JSON object"
+        raise UsageError("tfdist", problem, fix='write "tfdist": {...}', code="TFC007")
     for name in values:
         require_one_of("tfdist", name, table(JobOptions), code="TFC018")
-    return JobOptions(**values)  # type: ignore[arg-type]  # it checks them
+    return JobOptions(**values)
 
 
 def from_environ(environ: Mapping[str, str]) -> TaskConfig | None:
@@ -347,7 +342,7 @@ def _check_agreement(config: TaskConfig) -> None:
         (
             is_training and kind.is_one_process and count > 1,
             f"{count} training tasks",
-            "keep one training task",
+            "keep a single training task",
         ),
     ):
         if is_wrong:
@@ -364,38 +359,6 @@ def _check_agreement(config: TaskConfig) -> None:
             fix=f"use {count} stages, or another number of tasks",
             code="TFC020",
         )
-
-
-def _refuse_misspelt_options(fields: Mapping[str, object]) -> None:
-    """Raise UsageError for a misspelt key ``tfdist``. Otherwise its options would be ignored."""
-    if "tfdist" in fields:
-        return
-    for key in fields:
-        if near(key.lower(), ["tfdist"]):
-            fix = f"write 'tfdist' instead of {shown(key)}"
-            problem = f"{shown(key)} is unknown (did you mean 'tfdist'?)"
-            raise UsageError("key", problem, fix=fix, code="TFC021")
-
-
-def _present(fields: Mapping[str, object], key: str, *, where: str, example: str) -> object:
-    if key in fields:
-        return fields[key]
-    fixes = [fix for name, fix in _FIX_OF_OLD_NAMES.items() if name in fields]
-    others = f" (it has {shown(list(fields))})" if fields else ""
-    raise UsageError(
-        where,
-        f"the key {key!r} is missing{others}",
-        fix=next(iter(fixes), f'add "{key}": {example}'),
-        code="TFC005" if where == "cluster" else "TFC006",
-    )
-
-
-def _object(value: object, key: str) -> dict[str, object]:
-    if isinstance(value, dict):
-        return value
-    fix = f'write "{key}": {{...}}' if key else 'write {"cluster": {...}, "task": {...}}'
-    problem = f"{shown(value)} is not a JSON object"
-    raise UsageError(key, problem, fix=fix, code="TFC007")
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ def _config_file(words: Sequence[str]) -> str:
     if file and not os.path.isfile(file):  # also if the directory is not accessible
         near_by = [str(other) for other in Path(file).parent.glob("*.py")]
         problem = f"{file!r} is not a file{near(file, near_by)}"
-        fix = "check the path; configs/ has examples"
+        fix = "check the path (see configs/ for examples)"
         raise UsageError("--config", problem, fix=fix, code="missing-file")
     return path
 
@@ -135,5 +135,5 @@ def broken_file(path: str, error: BaseException) -> UsageError:
     if missing := re.search(r'Key "([^"]*)" does not exist', str(error)):
         return unknown(missing[1], where=where)
     problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    fix = "correct the config file; configs/ has examples"
+    fix = "correct the config file (see configs/ for examples)"
     return UsageError(where, problem, fix=fix, code="CFG001")

@@ -43,7 +43,7 @@ class ArraySource(GraphSource):
         sample_weight: Nest = None,
         transform: Transform | None = None,
     ) -> None:
-        # TensorFlow's datasets would convert a list to one tensor.
+        # TensorFlow's datasets would convert a list to a tensor.
         x, y, sample_weight = keras.tree.lists_to_tuples((x, y, sample_weight))
         sample_weight = _weight_per_output(y, sample_weight)
         parts = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -94,7 +94,7 @@ class ArraySource(GraphSource):
 
 @dataclasses.dataclass(kw_only=True, slots=True, eq=False)
 class _Column:
-    """One array: a tensor in memory or a mapped file, and the spec of its examples."""
+    """Array of examples: a tensor in memory or a mapped file, and the spec of an example."""
 
     spec: tf.TensorSpec
     tensor: tf.Tensor | None = None
@@ -142,7 +142,7 @@ def _map_present(function: Callable[[Any], Any], nest: Nest) -> Nest:
 
 
 def _weight_per_output(y: Nest, sample_weight: Nest) -> Nest:
-    """Use one weight per example for all outputs, as Keras does."""
+    """Use an example's weight for all outputs, as Keras does."""
     if sample_weight is None or not tf.nest.is_nested(y):
         return sample_weight
     is_nested = tf.nest.is_nested(sample_weight)
@@ -248,7 +248,7 @@ class MappedFile:
         The tensor needs no additional memory. The process needs the file at the same path.
         """
         item_bytes = self.dtype.size
-        # Types of one byte are mapped directly, because `tf.bitcast` does not support bool.
+        # Single-byte types are mapped directly, because `tf.bitcast` does not support bool.
         stored = self.dtype if item_bytes == 1 else tf.uint8
         size_bytes = math.prod(self.shape) * item_bytes
         end = self.offset_bytes + size_bytes

@@ -2,7 +2,7 @@
 
 The changes of an example depend only on (seed, epoch, example id). They do not depend on its batch,
 the number of workers, or earlier draws. Each transform changes the whole batch
-`[b, height, width, channels]` in one call. Consecutive crops and flips share one gather.
+`[b, height, width, channels]` in one call. Consecutive crops and flips share a gather.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Numbers = np.float64 | np.ndarray[Any, Any]
 
 
 class _Own:
-    """Base class of this module's transforms. A call applies a `Compose` of one transform."""
+    """Base class of this module's transforms. A call applies a `Compose` of this transform."""
 
     __slots__ = ()
 
@@ -163,7 +163,7 @@ class Normalization(_Own):
 
     Args:
       axis: -1 (default) for a mean and a variance of each channel or of all, `None` for all.
-      mean: Mean of the stored pixels: a number, or one for each channel.
+      mean: Mean of the stored pixels: a number, or a list with a number for each channel.
       variance: Variance, with the shape of `mean`.
       invert: True to undo the scaling: ``images * sqrt(variance) + mean`` (default: False).
     """
@@ -193,7 +193,7 @@ class Normalization(_Own):
             mean.shape == variance.shape and mean.ndim <= (self.axis is not None),
             "Normalization",
             f"mean has shape {mean.shape} and variance {variance.shape} for axis={self.axis}",
-            fix="give both one number, or both one number for each channel and axis=-1",
+            fix="give a number for both, or set axis=-1 and give both a number for each channel",
             code="shapes-differ",
         )
         require(
@@ -307,7 +307,7 @@ def _kind_of(numbered: tuple[int, Transform]) -> tuple[type, ...] | None:
 
 
 def _scaled(images: tf.Tensor, steps: Sequence[Any]) -> tf.Tensor:
-    """Apply all steps as one product and one sum, in `keras.config.floatx()`.
+    """Apply all steps as a product and a sum, in `keras.config.floatx()`.
 
     The steps are merged in double precision. If the graph optimizer merged them, the values would
     depend on the rest of the graph.
@@ -328,7 +328,7 @@ def _pick(images: tf.Tensor, *, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tenso
     size = tf.shape(padded)
     row_starts = (tf.range(size[0])[:, None] * size[1] + rows + 1) * size[2]
     indices = row_starts[:, :, None] + (columns + 1)[:, None, :]
-    # One gather of single pixels: two gathers (rows, then columns) and the projective transform
+    # A single gather of pixels: two gathers (rows, then columns) and the projective transform
     # were mostly slower and never faster in measurements.
     pixels = tf.gather(tf.reshape(padded, [-1, size[3]]), indices)
     shape = [images.shape[0], rows.shape[1], columns.shape[1], images.shape[3]]

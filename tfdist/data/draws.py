@@ -4,7 +4,7 @@ Position `p` of the endless sequence of examples belongs to pass `p // num_examp
 different permutation, computed by index. The order needs no memory, every process can compute every
 position, and a resume is free.
 
-TensorFlow's stateless generators use one seed for a whole tensor. The draws of an example would
+TensorFlow's stateless generators use a seed for a whole tensor. The draws of an example would
 depend on its place in the batch. Here each example has its own stream, a hash of a few integers.
 The hash needs no state and is the same in every process. It is the output function of SplitMix64
 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014). Every input bit
@@ -33,7 +33,7 @@ _MULTIPLIER_2 = 0x94D049BB133111EB
 _ROUNDS = 8
 # The cipher of RandomIndexShuffle reads only the low half-block of each of its three keys: 8 bits
 # for up to 65,536 examples. With the raw seed and pass as keys, the order would repeat every 256
-# passes. Therefore the keys are three separate fields of one 64-bit hash.
+# passes. Therefore the keys are three separate fields of a 64-bit hash.
 _KEY_BITS = 21
 
 
@@ -76,7 +76,7 @@ def stream(key: int | tf.Tensor, counters: tf.Tensor) -> tf.Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Draws:
-    """Random numbers of one transform, with one stream per example of the batch."""
+    """Random numbers of a transform, with a stream per example of the batch."""
 
     keys: tf.Tensor  # uint64[b]
 
@@ -161,7 +161,7 @@ def _permuted(offsets: tf.Tensor, *, keys: tf.Tensor, size: tf.Tensor) -> tf.Ten
 
 
 def _is_cut_short(num_examples: int) -> bool:
-    """Return whether the cipher uses one bit too few for this number of examples.
+    """Return whether the cipher uses too few bits for this number of examples.
 
     RandomIndexShuffle uses log2 of the largest index as the number of bits, rounded up to an even
     number of at least 16. This is too small if the index is a power of two. For example, the order

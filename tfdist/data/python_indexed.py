@@ -88,7 +88,7 @@ class PyDatasetSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches in one pass, or `None` for an endless PyDataset."""
+        """Number of batches in a pass, or `None` for an endless PyDataset."""
         count = self._dataset.num_batches
         return None if count is None else int(count)
 
@@ -194,7 +194,7 @@ def _stack(
             raise UsageError(
                 f"example {indices[row]}",
                 f"the shape is {array.shape}, but the first example has {tuple(spec.shape)}",
-                fix="pad or crop the examples to one shape",
+                fix="pad or crop the examples to the same shape",
                 code="shapes-differ",
             )
         _require_type(array, result.dtype, where=f"example {indices[row]}")
@@ -224,6 +224,6 @@ def _require_type(array: np.ndarray[Any, Any], dtype: Any, *, where: str) -> Non
         where,
         f"the numbers are {array.dtype} and do not fit into {np.dtype(dtype)}, the type of the "
         "first item",
-        fix="convert all items to one type, for example with np.float32(...)",
+        fix="convert all items to the same type, for example with np.float32(...)",
         code="types-differ",
     )

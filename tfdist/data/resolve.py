@@ -22,8 +22,8 @@ from tfdist.data.stream import (
 from tfdist.errors import UsageError, require
 
 _INSTEAD_OF_ITERATORS = (
-    "use tf.data.Dataset.from_generator(function, output_signature=...) or a PyDataset. For a "
-    "torch DataLoader, use tfdist.data.PythonSource(loader.dataset)"
+    "use tf.data.Dataset.from_generator(function, output_signature=...) or a PyDataset. If it is "
+    "a torch DataLoader, use tfdist.data.PythonSource(loader.dataset)"
 )
 _ACCEPTED = (
     "arrays, a tuple or dict of arrays, a keras.utils.PyDataset, a tf.data.Dataset, a function of "

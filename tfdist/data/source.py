@@ -35,7 +35,7 @@ class Source(abc.ABC):
     kind = "data"
     transform: Transform | None = None
     num_examples: int | None = None
-    """Number of examples in one pass, or `None` if unknown."""
+    """Number of examples in a pass, or `None` if unknown."""
     element_spec: Nest
     """Nest of `tf.TensorSpec` of one example before the transform, with `None` for absent parts."""
 

@@ -88,7 +88,7 @@ class _BatchSource(Source):
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches in one pass, or `None` if unknown or infinite."""
+        """Number of batches in a pass, or `None` if unknown or infinite."""
         return self._cardinality if self._cardinality >= 0 else None
 
     @property
@@ -219,7 +219,7 @@ class Reading:
 def read(dataset: tf.data.Dataset, reading: Reading) -> tf.data.Dataset:
     """Return a copy of `dataset` that can be read in parts (see the module's docstring).
 
-    Each call restarts the draws of the graph. All copies of one dataset share its memory caches.
+    Each call restarts the draws of the graph. All copies of a dataset share its memory caches.
     Call this function eagerly.
     """
     graph = _graph_of(dataset)
@@ -268,7 +268,7 @@ def random_states(dataset: tf.data.Dataset) -> list[tf.Tensor]:
 
 
 class _StreamGraph:
-    """Graph of one dataset, with the large tensors, tables and caches that its copies share."""
+    """Graph of a dataset, with the large tensors, tables and caches that its copies share."""
 
     def __init__(self, dataset: tf.data.Dataset, definition: Any) -> None:
         self.dataset_of_user = dataset  # keeps its Python functions and tables alive
@@ -365,9 +365,9 @@ class _StreamGraph:
 
 
 class _Body:
-    """Nodes of the graph or of one of its functions.
+    """Nodes of the graph or of a function in it.
 
-    `depth` is 0 for the graph and 1 for a function that one of its datasets calls. It is 2 for a
+    `depth` is 0 for the graph and 1 for a function that a dataset in the graph calls. It is 2 for a
     function of a dataset that a function of depth 1 creates.
     """
 
@@ -578,7 +578,7 @@ def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
 
 
 def _is_of_program(node: Any, seeds: Sequence[int | None]) -> bool:
-    """Return whether only `tf.random.set_seed` sets the seeds: every fit would see one order."""
+    """Return whether only `tf.random.set_seed` sets the seeds: all fits have the same order."""
     whole, own = seeds
     if whole is None or whole != context.global_seed() or _shuffles_once(node):
         return False

@@ -60,9 +60,9 @@ class TFRecordSource(GraphSource):
 
     `files` is a path, a pattern, or a list of them. The matches of a pattern are sorted. `parse` is
     a graph function, string[b] -> nest of [b, ...], for example `tf.io.parse_example`. If all files
-    together have up to `memory_limit_bytes`, they are held in memory as one string. Otherwise each
-    record is read from its file. The constructor scans the headers for offsets and saves these in
-    `cache_dir`. It scans again if a file has changed. `spans` restricts the source to runs of
+    together have up to `memory_limit_bytes`, they are held in memory as a single string. Otherwise
+    each record is read from its file. The constructor scans the headers for offsets and saves these
+    in `cache_dir`. It scans again if a file has changed. `spans` restricts the source to runs of
     records, each (file, first, count). Raises `UsageError` if a file is missing, compressed or
     truncated.
     """

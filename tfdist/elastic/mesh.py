@@ -25,7 +25,7 @@ import numpy as np
 from tfdist import phases
 from tfdist.elastic.shards import Array, Block, blocks_of, shards_of, tree_sum
 from tfdist.errors import require
-from tfdist.strategy.ring import chunks_of, take, views_of
+from tfdist.strategy.ring import chunks_of, remove_first, views_of
 
 _HEADER = struct.Struct("<IQI")  # epoch, number of the operation, checksum of its description
 _MOST_BYTES, _MOST_FDS = 1 << 16, 64
@@ -41,7 +41,7 @@ class _ViewChanged(Exception):
 
 
 class _Broken(Exception):
-    """A peer does not answer."""
+    """A peer has exited. The launcher announces a view without it."""
 
 
 class Mesh:
@@ -300,12 +300,7 @@ class Mesh:
                 self._hear()
                 self._agree(of)
                 return attempt()
-            except _Broken as error:
-                # The sockets stay open until the next view, so that no peer blames this member.
-                self._say(broken=self.epoch, peer=error.args[0])
-                is_in_view = False
-                self._announced = max(self._announced, self.epoch)
-            except _ViewChanged:
+            except (_Broken, _ViewChanged):
                 is_in_view = False
 
     # views
@@ -380,12 +375,8 @@ class Mesh:
 
     def _enter_next(self) -> None:
         """Enter the next view, without an operation."""
-        try:
+        with contextlib.suppress(_Broken, _ViewChanged):
             self._enter()
-        except _Broken as error:
-            self._say(broken=self.epoch, peer=error.args[0])
-        except _ViewChanged:
-            pass
 
     def _caught_up(self, go: Mapping[str, Any]) -> list[Array] | None:
         behind, joining = go["behind"], go["joining"]
@@ -525,8 +516,8 @@ class Mesh:
         except BlockingIOError:
             return False
         except OSError:
-            raise _Broken(peer) from None
-        take(views, sent)
+            raise _Broken from None
+        remove_first(views, sent)
         return True
 
     def _receive(self, peer: int, views: deque[memoryview]) -> bool:
@@ -536,10 +527,10 @@ class Mesh:
         except BlockingIOError:
             return False
         except OSError:
-            raise _Broken(peer) from None
+            raise _Broken from None
         if not received:
-            raise _Broken(peer)
-        take(views, received)
+            raise _Broken
+        remove_first(views, received)
         return True
 
     def _wait(

@@ -46,7 +46,6 @@ class BatchTrial:
       gpu_peak_bytes: Peak memory on its GPU, `None` without a GPU.
       examples_per_second: Throughput of one replica, `None` if the batch does not fit.
       cores: Mean number of busy cores, `None` if the batch does not fit.
-      parameters: Number of the model's parameters, `None` if the batch does not fit.
       cause: Reason why the batch does not fit, "" if it fits.
     """
 
@@ -56,7 +55,6 @@ class BatchTrial:
     gpu_peak_bytes: int | None = None
     examples_per_second: float | None = None
     cores: float | None = None
-    parameters: int | None = None
     cause: str = ""
 
 
@@ -87,20 +85,15 @@ class BatchSizes:
         return f"{size} fits into {room}, by {len(self.trials)} trials"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryLimits:
-    """Memory limits of one replica in bytes: its process, and its GPU (`None` without GPUs)."""
+Limits = tuple[int, int | None]
+"""Memory limits of one replica in bytes: its process, and its GPU (`None` without GPUs)."""
 
-    process: int
-    gpu: int | None
 
-    @classmethod
-    def of_this_machine(cls, use: float, *, replicas: int = 1) -> MemoryLimits:
-        """Return the fraction `use` of the free memory. Replicas without GPUs share the memory."""
-        gpus = gpu_bytes()
-        share = 1 if gpus else replicas
-        gpu = int(use * min(gpus)) if gpus else None
-        return cls(process=int(use * available_bytes()) // share, gpu=gpu)
+def memory_limits(use: float, *, replicas: int = 1) -> Limits:
+    """Return the fraction `use` of the free memory. Replicas without GPUs share the memory."""
+    gpus = gpu_bytes()
+    gpu = int(use * min(gpus)) if gpus else None
+    return int(use * available_bytes()) // (1 if gpus else replicas), gpu
 
 
 def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
@@ -124,54 +117,39 @@ def largest(fits: Callable[[int], bool], *, first: int, most: int) -> int:
     return low
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSearch:
-    """Settings of a search (the arguments of `find_batch_size`), checked with UsageError."""
+def search(
+    request: Mapping[str, Any],
+    limits: Limits,
+    *,
+    first: int,
+    most: int,
+    steps: int,
+    timeout_s: float,
+) -> tuple[int, list[BatchTrial]]:
+    """Return the largest batch size that fits, and all trials.
 
-    first: int = 8
-    most: int = 65_536
-    steps: int = 3
-    use: float = 0.9
-    timeout_s: float = 600.0
+    Raises TfdistError if a batch of 1 does not fit.
+    """
+    trials: list[BatchTrial] = []
 
-    def __post_init__(self) -> None:
-        for name in ("first", "most", "steps"):
-            require_int(name, getattr(self, name), least=1)
-        require_number("use", self.use, above=0)
-        require_number("timeout_s", self.timeout_s, above=0, unit="seconds")
+    def fits(size: int) -> bool:
+        options = {"batch_size": size, "steps": steps, "least_s": 0.0}
+        trial = try_out({**request, **options}, limits, timeout_s=timeout_s)
+        what = f"took {(trial.peak_bytes or 0) >> 20} MiB" if trial.fits else trial.cause
+        _LOG.info("batch size %d: %s", size, what)
+        trials.append(trial)
+        return trial.fits
 
-    def run(self, request: Mapping[str, Any], *, replicas: int = 1, here: int = 1) -> BatchSizes:
-        """Return the batch size for a job of `replicas`, of which `here` share this machine.
-
-        Raises TfdistError if a batch of 1 does not fit.
-        """
-        limits = MemoryLimits.of_this_machine(self.use, replicas=here)
-        trials: list[BatchTrial] = []
-
-        def fits(size: int) -> bool:
-            options = {"batch_size": size, "steps": self.steps, "least_s": 0.0}
-            trial = try_out({**request, **options}, limits, timeout_s=self.timeout_s)
-            what = f"took {(trial.peak_bytes or 0) >> 20} MiB" if trial.fits else trial.cause
-            _LOG.info("batch size %d: %s", size, what)
-            trials.append(trial)
-            return trial.fits
-
-        found = largest(fits, first=self.first, most=self.most)
-        if not found:
-            raise TfdistError(
-                f"find_batch_size: a batch of 1 does not fit into {limits.process >> 20} MiB "
-                f"({trials[-1].cause}). Fix: use a smaller model, or a machine with more memory"
-            )
-        return BatchSizes(
-            per_replica=found,
-            global_batch_size=found * replicas,
-            limit_bytes=limits.process,
-            gpu_limit_bytes=limits.gpu,
-            trials=tuple(trials),
+    found = largest(fits, first=first, most=most)
+    if not found:
+        raise TfdistError(
+            f"find_batch_size: a batch of 1 does not fit into {limits[0] >> 20} MiB "
+            f"({trials[-1].cause}). Fix: use a smaller model, or a machine with more memory"
         )
+    return found, trials
 
 
-def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: float) -> BatchTrial:
+def try_out(request: Mapping[str, Any], limits: Limits, *, timeout_s: float) -> BatchTrial:
     """Run one trial in a child. Raise TfdistError if it fails for a reason other than memory.
 
     Args:
@@ -180,8 +158,8 @@ def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: floa
       limits: Memory limits of the child.
       timeout_s: Seconds until the trial is given up.
     """
-    size = int(request["batch_size"])
-    more = {"parent": os.getpid(), "gpu_limit_bytes": limits.gpu}
+    size, (limit_bytes, gpu_limit_bytes) = int(request["batch_size"]), limits
+    more = {"parent": os.getpid(), "gpu_limit_bytes": gpu_limit_bytes}
     with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", "tfdist.find.batch_size"],
@@ -195,15 +173,15 @@ def try_out(request: Mapping[str, Any], limits: MemoryLimits, *, timeout_s: floa
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError), child.stdin:
                 child.stdin.write(json.dumps({**request, **more}))
-            cause = _watch(child, limits.process, timeout_s=timeout_s)
+            cause = _watch(child, limit_bytes, timeout_s=timeout_s)
         finally:
             child.kill()
             child.wait()
         answer.seek(0)
         output.seek(0)
         trial = _trial(size, child.returncode, cause, answer.read(), output.read())
-    if trial.fits and (trial.peak_bytes or 0) > limits.process:  # a peak between two checks
-        return BatchTrial(batch_size=size, fits=False, cause=_too_much(limits.process))
+    if trial.fits and (trial.peak_bytes or 0) > limit_bytes:  # a peak between two checks
+        return BatchTrial(batch_size=size, fits=False, cause=_too_much(limit_bytes))
     return trial
 
 
@@ -229,7 +207,6 @@ def _too_much(limit_bytes: int) -> str:
 
 
 def _trial(size: int, status: int, cause: str, answer: str, output: str) -> BatchTrial:
-    """Convert the output and exit status of a child to a trial."""
     if cause:
         return BatchTrial(batch_size=size, fits=False, cause=cause)
     found = json.loads(answer) if answer else {}
@@ -298,27 +275,35 @@ def find_batch_size(  # noqa: D417
         fix="make the model with keras.Input, or call it once",
         code="not-built",
     )
-    search = BatchSearch(first=first, most=most, steps=steps, use=use, timeout_s=timeout_s)
+    sizes = {"first": first, "most": most, "steps": steps}
+    for name, value in sizes.items():
+        require_int(name, value, least=1)
+    require_number("use", use, above=0)
+    require_number("timeout_s", timeout_s, above=0, unit="seconds")
     answer, failure = dict[str, Any](), None
     if job.is_chief:
-        replicas = job.num_replicas
         try:
             with tempfile.TemporaryDirectory(prefix="tfdist-find-") as directory:
                 path = Path(directory) / "model.keras"
                 request = request_of(model, x, y, path)
-                found = search.run(request, replicas=replicas, here=replicas_here(job))
-                answer = dataclasses.asdict(found)
+                limits = memory_limits(use, replicas=replicas_here(job))
+                found, trials = search(request, limits, **sizes, timeout_s=timeout_s)
+                answer = {
+                    "per_replica": found,
+                    "limit_bytes": limits[0],
+                    "gpu_limit_bytes": limits[1],
+                    "trials": list(map(dataclasses.asdict, trials)),
+                }
         except TfdistError as error:  # the other tasks wait for the result
             answer, failure = {"error": str(error)}, error
     result = broadcast(answer if job.is_chief else None)
     if "error" in result:
         raise failure or TfdistError(result["error"])
-    trials = tuple(BatchTrial(**trial) for trial in result["trials"])
-    return BatchSizes(**{**result, "trials": trials})
+    result["trials"] = tuple(BatchTrial(**trial) for trial in result["trials"])
+    return BatchSizes(**result, global_batch_size=result["per_replica"] * job.num_replicas)
 
 
 def replicas_here(job: Any) -> int:
-    """Return how many replicas are on this machine."""
     if job.config is None or not job.kind.has_whole_workers:
         return int(job.num_replicas)
     cluster, mine = job.config.cluster, job.config.task
@@ -407,19 +392,18 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     for gpu in gpus if limit else ():
         part = tf.config.LogicalDeviceConfiguration(memory_limit=limit >> 20)
         tf.config.set_logical_device_configuration(gpu, [part])
-    examples_per_second, cores, parameters = _train(request)
+    examples_per_second, cores = _train(request)
     gpu = tf.config.experimental.get_memory_info("GPU:0") if gpus else {"peak": None}
     return {
         "peak_bytes": _peak_bytes(),
         "gpu_peak_bytes": gpu["peak"],
         "examples_per_second": examples_per_second,
         "cores": cores,
-        "parameters": parameters,
     }
 
 
-def _train(request: dict[str, Any]) -> tuple[float, float, int]:
-    """Train rounds of `steps` steps and return examples per second, busy cores, and parameters.
+def _train(request: dict[str, Any]) -> tuple[float, float]:
+    """Train rounds of `steps` steps and return examples per second, and busy cores.
 
     The first round (tracing) is not measured. Further rounds run for at least `least_s` seconds.
     """
@@ -453,7 +437,7 @@ def _train(request: dict[str, Any]) -> tuple[float, float, int]:
         verbose=0,
     )
     rounds, wall_s, busy_s = took
-    return batch_size * steps * rounds / wall_s, busy_s / wall_s, model.count_params()
+    return batch_size * steps * rounds / wall_s, busy_s / wall_s
 
 
 def _peak_bytes() -> int:

@@ -86,7 +86,6 @@ def find_learning_rate(  # noqa: D417, PLR0913
     )
     building.build(model, job, feed)
     building.require_known_variables(model)
-    building.require_examples_first(model, job, "train_step", feed)
     rates: list[float] = np.geomspace(lowest, highest, steps).tolist()
     engine = engine_class(job)(job)
     program = program_of(model, job, "train_step", feed, seed=seed)
@@ -203,7 +202,7 @@ def _require_one_rate(model: keras.Model) -> None:
     require(
         hasattr(optimizer, "_learning_rate") and not several,
         "find_learning_rate",
-        f"the optimizer {type(optimizer).__name__} does not have one learning rate",
+        f"the optimizer {type(optimizer).__name__} does not have a single learning rate",
         fix="compile the model with the optimizer to tune",
         code="no-learning-rate",
     )

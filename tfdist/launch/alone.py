@@ -18,9 +18,7 @@ from typing import Any
 
 from tfdist.errors import UsageError
 
-is_training = False
-"""Whether this process trains a separate model with Keras, as reported in its heartbeats."""
-
+_is_training = False
 _OF_LIBRARIES = ("keras", "tensorflow", "tfdist")
 
 
@@ -42,7 +40,7 @@ def watch(module: ModuleType, owner: str, names: tuple[str, ...], *, task: str, 
 def _asking(original: Callable[..., Any], *, task: str, claim: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not is_training and not _has_joined():
+        if not _is_training and not _has_joined():
             _begin(task, claim, name=original.__qualname__.rpartition(".")[2])
         return original(*args, **kwargs)
 
@@ -64,32 +62,27 @@ def _has_joined() -> bool:
 
 def _begin(task: str, claim: str, *, name: str) -> None:
     """Record that this task trains a separate model, or raise UsageError if another task does."""
-    global is_training
+    global _is_training
     try:
         with open(claim, "a+") as file:  # appends are atomic
             file.write(f"{task}\n")
             file.flush()
             file.seek(0)
             first = file.readline().strip()
-    except OSError:  # a full disk; the heartbeats still tell the launcher
+    except OSError:  # a full disk
         first = task
     if first != task:
-        error = mistake(first, task, where=f"{_caller()}: {name}")
+        error = UsageError(
+            f"{_caller()}: {name}",
+            f"{task} and {first} train separate models, as no task called tfdist.make_strategy()",
+            fix="add the line strategy = tfdist.make_strategy() before the model, and the line "
+            "with strategy.scope(): around the model and its compile, or pass --independent to "
+            "train a separate model in each task",
+            code="independent-trainings",
+        )
         error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph must not wrap it
         raise error
-    is_training = True
-
-
-def mistake(first: str, second: str, *, where: str) -> UsageError:
-    """Return the error for two tasks that train separate models."""
-    return UsageError(
-        where,
-        f"{second} and {first} train separate models, as no task called tfdist.make_strategy()",
-        fix="add the line strategy = tfdist.make_strategy() before the model, and the line with "
-        "strategy.scope(): around the model and its compile, or pass --independent to train a "
-        "separate model in each task",
-        code="independent-trainings",
-    )
+    _is_training = True
 
 
 def _caller() -> str:

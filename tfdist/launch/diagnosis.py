@@ -9,15 +9,14 @@ The classes do no I/O. They receive events, times and process states as argument
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tfdist.cluster import Task
-from tfdist.errors import EXIT_PEER_MISSING, named
+from tfdist.errors import EXIT_PEER_MISSING
 from tfdist.launch.events import Beat, Ended, Raised, exit_code_of, signal_name
 from tfdist.launch.machine import CAN_GO_ON
 from tfdist.phases import UNTIMED, PendingWork
@@ -162,50 +161,24 @@ def _cause(raised: Raised | None, ended: Ended | None) -> str:
     return f"{raised.cause} ({end})" if raised and raised.cause != end else end
 
 
-def root_of(failure: Failure, watchdog: Watchdog) -> Failure:
-    """Return the failure of a stopped or absent peer that caused `failure`, else `failure`.
-
-    A task may fail because of such a peer before `Watchdog` reports the peer as hanging.
-    """
-    has_missed = failure.exit_code == EXIT_PEER_MISSING
-    if not has_missed and not is_lost_peer(failure.cause):
-        return failure
-    if stopped := watchdog.stopped():
-        cause = f"stopped (SIGSTOP), and {failure.task} lost the connection: {failure.cause}"
-        return dataclasses.replace(failure, task=stopped, cause=cause, kind="stopped")
-    absent = watchdog.absent(failure.at_s) if has_missed else None
-    if absent is None:
-        return failure
-    task, looks = absent
-    cause = f"{looks}, and {failure.task} failed: {failure.cause}"
-    return dataclasses.replace(failure, task=task, cause=cause, kind="absent")
-
-
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
 """Phases in which a task may wait for peers (in the first ones, more likely for disk or data)."""
 
-_DOING = {
-    "barrier": "waiting for its peers",
-    "callback": "in a callback",
-    "done": "after its training",
-    "import": "before its training",
-    "rendezvous": "waiting for its peers to start",
-    "save": "saving",
-    "serve": "serving the chief",
-    "step": "in a step",
-    "sum": "in a sum with its peers",
-    "trace": "tracing",
-    "validate": "validating",
+_BUSY = ("callback", "trace", "import", "done")
+"""Phases in which a task does not wait for peers, but peers may wait for the task."""
+
+_STATES: dict[str | None, str] = {
+    "T": "its process is stopped",
+    "t": "its process is stopped",
+    "Z": "its process is a zombie",
+    None: "it has no process",
 }
-_PROCESS_STATES: dict[str | None, str] = {
-    "R": "its process runs",
-    "S": "its process sleeps",
-    "T": "its process is stopped by SIGSTOP",
-    "t": "a debugger holds its process",
-    "D": "its process waits for a disk",
-    "Z": "its process has exited, but its parent did not report it",
-    "": "its process runs another program",
-}
+_CHECK_EVERY_S = 1.0
+LATE_S = 3.0
+"""Delay of a check, in seconds, after which the launcher and not a task was held up."""
+
+_SUSPECT_S = 3.0  # seconds of silence, in a job that hangs
+_TRACE_TIMEOUTS = 3  # tracing a large model is slow, but happens once
 
 
 @dataclass(kw_only=True, slots=True)
@@ -222,12 +195,12 @@ class Watched:
     task: Task
     beat_s: float
     since_s: float
+    started_s: float
     phase: str = "import"
     step: int | None = None
     has_spoken: bool = False
     state: str | None = "R"
     awaited: PendingWork | None = None
-    started_s: float = -math.inf
 
     @property
     def is_stopped(self) -> bool:
@@ -235,76 +208,16 @@ class Watched:
         return self.state in ("T", "t")
 
     @property
-    def steps(self) -> int:
-        """Return the number of finished steps (-1 before training)."""
-        return -1 if self.step is None else self.step
+    def progress(self) -> tuple[bool, int, int]:
+        """Return a key that is smallest for the task that delays the others."""
+        is_waiting = self.phase in WAITING
+        place = WAITING.index(self.phase) if is_waiting else 0
+        return is_waiting, -1 if self.step is None else self.step, place
 
     @property
     def doing(self) -> str:
         """Return the task's phase and finished steps as text."""
-        doing = _DOING.get(self.phase, f"in {self.phase}")
-        return doing if self.step is None else f"{doing} after {self.step} steps"
-
-
-def _silent_cause(task: Watched, now_s: float) -> str:
-    """Return a description of a silent task: its process state and last report."""
-    silent = f"no heartbeat for {now_s - task.beat_s:.0f} s"
-    process = _PROCESS_STATES.get(task.state, "it has no process")
-    if not task.has_spoken and not task.is_stopped:
-        return f"has not started: {silent} ({process})"
-    last = f", last report: {task.doing}" if task.phase != "import" else ""
-    return f"{silent} ({process}{last})"
-
-
-def _last_of(waiting: Sequence[Watched], *, chief: Task, now_s: float) -> tuple[Watched, str]:
-    def progress(task: Watched) -> tuple[int, int]:
-        return task.steps, WAITING.index(task.phase)
-
-    first, last = max(waiting, key=progress), min(waiting, key=progress)
-    if progress(first) != progress(last):
-        return last, f"{last.doing} for {_age(last, now_s)}, while {first.task} is {first.doing}"
-    one = next((task for task in waiting if task.task == chief), last)
-    if len(waiting) == 1:
-        return one, f"{one.doing} for {_age(one, now_s)}"
-    age = min(now_s - task.since_s for task in waiting)
-    return one, f"all {len(waiting)} tasks are {one.doing} for {age:.0f} s, with equal progress"
-
-
-def _age(task: Watched, now_s: float) -> str:
-    return f"{now_s - task.since_s:.0f} s"
-
-
-def _text_of_waiting(waiting: Iterable[Watched], *, but: Watched) -> str:
-    tasks = [task.task for task in waiting if task is not but]
-    return f"; {named(tasks, most=4)} wait{'s' * (len(tasks) == 1)} for it" if tasks else ""
-
-
-_CHECK_EVERY_S = 1.0
-LATE_S = 3.0
-"""Delay of a check, in seconds, after which the launcher and not a task was held up."""
-
-_SUSPECT_S = 3.0  # seconds of silence, in a job that hangs
-_TRACE_TIMEOUTS = 3  # tracing a large model is slow, but happens once
-
-_BUSY = ("callback", "trace", "import", "done")
-"""Phases in which a task does not wait for peers, but peers may wait for the task."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hang:
-    """Hang of a job.
-
-    Attributes:
-      task: Task that causes the hang.
-      cause: Description of the hang, to follow the task's name and a colon.
-      stuck: Tasks that can print their Python stacks, with the root cause first.
-      since_s: Time of the root cause's last progress, from its heartbeats.
-    """
-
-    task: Task
-    cause: str
-    stuck: tuple[Task, ...]
-    since_s: float
+        return f"in phase {self.phase}" + (f" after {self.step} steps" if self.step else "")
 
 
 class Watchdog:
@@ -339,7 +252,6 @@ class Watchdog:
         self._watched: dict[Task, Watched] = {}
         self._checked_s = math.inf
         self._excused_s = -math.inf  # earlier time does not count as silence
-        self._noticed_s: float | None = None  # when the hang was first detected
 
     def started(self, task: Task, *, at_s: float) -> None:
         """Start watching a task."""
@@ -366,11 +278,11 @@ class Watchdog:
             return math.inf
         return self._checked_s + _CHECK_EVERY_S
 
-    def find_hang(self, now_s: float) -> Hang | None:
-        """Return a hang, or `None`. Call it at `next_check_s`.
+    def find_hang(self, now_s: float) -> tuple[Failure, tuple[Task, ...]] | None:
+        """Return a hang and the tasks that can print their stacks, or `None`.
 
-        All timeouts restart if the call is late by more than `LATE_S` (the launcher was stopped),
-        or while tasks are blocked by the launcher.
+        Call it at `next_check_s`. All timeouts restart if the call is late by more than `LATE_S`
+        (the launcher was stopped), or while tasks are blocked by the launcher.
         """
         due_s = self.next_check_s()
         if math.isinf(due_s):
@@ -378,49 +290,69 @@ class Watchdog:
         if now_s > due_s + LATE_S or self._is_held_up():
             self._excused_s = now_s
         self._checked_s = now_s
-        for task in self._tasks():
+        for task in list(self._watched.values()):
             is_silent = self._silence_s(task, now_s) >= self._suspect_s
             task.state = self._state_of(task.task) if is_silent else "R"
             if task.state == "":  # the process cannot send heartbeats any more
                 self.ended(task.task)
-        is_overdue = any(self._is_overdue(task, now_s) for task in self._tasks())
-        if not is_overdue and not self._overdue_work(now_s):
-            self._noticed_s = None
+        found = self._suspect(now_s)
+        if found is None:
             return None
-        self._noticed_s = now_s if self._noticed_s is None else self._noticed_s
-        return self._hang(now_s, noticed_s=self._noticed_s)
+        suspect, cause = found
+        tasks = sorted(self._watched.values(), key=lambda task: (task is not suspect, task.task))
+        stuck = tuple(task.task for task in tasks if task.state in CAN_GO_ON)
+        has_stopped = now_s - suspect.beat_s > _SUSPECT_S
+        since_s = suspect.beat_s if has_stopped else suspect.since_s
+        cause = f"hangs: {cause}"
+        return Failure(task=suspect.task, cause=cause, exit_code=1, at_s=since_s), stuck
 
-    def stopped(self) -> Task | None:
-        """Return a task with a stopped process, or `None` if all processes run."""
-        states = ((task.task, self._state_of(task.task)) for task in self._tasks())
-        return next((task for task, state in states if state in ("T", "t")), None)
+    def _suspect(self, now_s: float) -> tuple[Watched, str] | None:
+        """Return the task that causes a hang and a description, or `None` if no task hangs.
 
-    def absent(self, now_s: float) -> tuple[Task, str] | None:
-        """Return a silent task that has not started training, with a description, or `None`."""
-        for task in self._tasks():
-            if task.phase == "import" and self._silence_s(task, now_s) >= self._suspect_s:
-                task.state = self._state_of(task.task)
-                return task.task, _silent_cause(task, now_s)
-        return None
+        The order is: a silent task (stopped tasks first), a task with an overdue work unit, a busy
+        task that is late, and the waiting task with the fewest steps. If all waiting tasks are
+        equal, return the chief.
+        """
+        tasks = self._watched.values()
+        judged = [t for t in tasks if not self._serves(t) and t.phase in (*WAITING, *_BUSY)]
+        late = [task for task in judged if self._is_late(task, now_s)]
+        is_expected = any(task.phase in _BUSY and task not in late for task in judged)
+        is_stuck = any(
+            not is_expected if task.phase in WAITING else task.phase not in UNTIMED for task in late
+        )
+        mute = [task for task in tasks if self._is_too_silent(task, now_s)]
+        if not (mute or is_stuck or self._overdue_work(now_s)):
+            return None
+        silent = [
+            task
+            for task in tasks
+            if task in mute
+            or task.is_stopped
+            or (task.has_spoken and self._silence_s(task, now_s) >= self._suspect_s)
+        ]
+        if silent:
+            suspect = min(silent, key=lambda task: (not task.is_stopped, task.beat_s))
+            return suspect, self._text_of_silence(suspect, now_s)
+        if owing := self._overdue_work(now_s, early_s=LATE_S):  # the chief may have been late first
+            suspect, since_s = min(owing, key=lambda owed: owed[1])
+            return suspect, f"its work unit is unfinished after {now_s - since_s:.0f} s"
+        able = [task for task in judged if task.phase in WAITING or task in late]
+        suspect = min(able, key=lambda task: (task.progress, task.task != self._chief))
+        cause = f"{suspect.doing} for {now_s - suspect.since_s:.0f} s"
+        is_equal = len(able) > 1 and len({task.progress for task in able}) == 1
+        return suspect, f"{cause}, like all {len(able)} tasks" if is_equal else cause
 
-    def _tasks(self) -> list[Watched]:
-        return list(self._watched.values())
+    def _text_of_silence(self, task: Watched, now_s: float) -> str:
+        text = f"no heartbeat for {now_s - task.beat_s:.0f} s"
+        if task.state in _STATES:
+            text += f", {_STATES[task.state]}"
+        return f"{text}, last report: {task.doing}" if task.has_spoken else text
 
     def _is_too_silent(self, task: Watched, now_s: float) -> bool:
         limit_s = self._hang_timeout_s
         if not task.is_stopped and (not task.has_spoken or task.phase in ("import", "rendezvous")):
             limit_s += self._startup_timeout_s  # loading a library may block the heartbeat
         return self._silence_s(task, now_s) >= limit_s
-
-    def _is_overdue(self, task: Watched, now_s: float) -> bool:
-        """Return whether a task is silent or in its phase for too long (unless it waits)."""
-        if self._is_too_silent(task, now_s):
-            return True
-        if not self._is_late(task, now_s):
-            return False
-        if self._waits(task):
-            return all(self._is_late(other, now_s) for other in self._tasks() if self._busy(other))
-        return self._busy(task) and task.phase not in UNTIMED
 
     def _is_late(self, task: Watched, now_s: float) -> bool:
         if task.phase == "barrier":  # peers may take any time before a barrier
@@ -435,9 +367,9 @@ class Watchdog:
 
     def _overdue_work(self, now_s: float, *, early_s: float = 0.0) -> list[tuple[Watched, float]]:
         """Return the tasks with an overdue work unit, and the time they received it."""
-        found, named_tasks = [], {str(task.task): task for task in self._tasks()}
-        for awaited in (task.awaited for task in self._tasks()):
-            owing = named_tasks.get(awaited.task) if awaited else None
+        found, by_name = [], {str(task): watched for task, watched in self._watched.items()}
+        for awaited in (task.awaited for task in self._watched.values()):
+            owing = by_name.get(awaited.task) if awaited else None
             if awaited is None or owing is None or awaited.since_s < owing.started_s:
                 continue  # no work unit, or an earlier process received it
             limit_s = self._hang_timeout_s * (_TRACE_TIMEOUTS if awaited.is_first else 1)
@@ -445,65 +377,11 @@ class Watchdog:
                 found.append((owing, awaited.since_s))
         return found
 
-    def _busy(self, task: Watched) -> bool:
-        """Return whether peers may wait for a task that does not wait for peers."""
-        return task.phase in _BUSY and not self._serves(task)
-
-    def _waits(self, task: Watched) -> bool:
-        return task.phase in WAITING and not self._serves(task)
-
     def _serves(self, task: Watched) -> bool:
         """Return whether a task only executes the chief's requests, or is the evaluator."""
         if task.task.type == "evaluator":
             return True
         return self._has_servers and task.task != self._chief
-
-    def _hang(self, now_s: float, *, noticed_s: float) -> Hang | None:
-        tasks = self._tasks()
-        for task in tasks:
-            task.state = self._state_of(task.task)
-        silent = [task for task in tasks if self._is_silent(task, now_s)]
-        if not silent and any(task.has_spoken and task.beat_s < noticed_s for task in tasks):
-            return None  # a task may have stopped just now: wait for its next heartbeat
-        found = self._suspect(silent, now_s)
-        if found is None:  # a stopped task has just resumed
-            return None
-        suspect, cause = found
-        tasks.sort(key=lambda task: (task is not suspect, task.task))
-        stuck = tuple(task.task for task in tasks if task.state in CAN_GO_ON)
-        has_stopped = now_s - suspect.beat_s > _SUSPECT_S
-        return Hang(
-            task=suspect.task,
-            cause=f"hangs: {cause}",
-            stuck=stuck,
-            since_s=suspect.beat_s if has_stopped else suspect.since_s,
-        )
-
-    def _suspect(self, silent: Sequence[Watched], now_s: float) -> tuple[Watched, str] | None:
-        """Return the task that causes the hang and a description, or `None`.
-
-        The order is: a silent task (stopped tasks first), a task with an overdue work unit, a busy
-        task that is late, and the waiting task with the fewest steps. If all waiting tasks are
-        equal, return the chief.
-        """
-        waiting = [task for task in self._tasks() if self._waits(task)]
-        if silent:
-            suspect = min(silent, key=lambda task: (not task.is_stopped, task.beat_s))
-            return suspect, _silent_cause(suspect, now_s) + _text_of_waiting(waiting, but=suspect)
-        if owing := self._overdue_work(now_s, early_s=LATE_S):  # the chief may have been late first
-            suspect, since_s = min(owing, key=lambda owed: owed[1])
-            return suspect, f"its work unit is unfinished after {now_s - since_s:.0f} s"
-        if busy := [t for t in self._tasks() if self._busy(t) and self._is_late(t, now_s)]:
-            suspect = min(busy, key=lambda task: (task.steps, task.since_s))
-            cause = f"{suspect.doing} for {_age(suspect, now_s)}"
-            return suspect, cause + _text_of_waiting(waiting, but=suspect)
-        return _last_of(waiting, chief=self._chief, now_s=now_s) if waiting else None
-
-    def _is_silent(self, task: Watched, now_s: float) -> bool:
-        """Return whether a task of a hanging job is silent, and had time to send a heartbeat."""
-        if task.has_spoken or task.is_stopped:
-            return task.is_stopped or self._silence_s(task, now_s) >= self._suspect_s
-        return self._is_too_silent(task, now_s)
 
     def _silence_s(self, task: Watched, now_s: float) -> float:
         return now_s - max(task.beat_s, self._excused_s)

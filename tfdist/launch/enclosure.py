@@ -7,14 +7,13 @@ them too. Process ids inside differ from process ids outside, so only `--isolate
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 from typing import NoReturn
 
 from tfdist.launch.events import STOP_SIGNALS, exit_code_of
 from tfdist.launch.guardian import die_with
-from tfdist.launch.isolation import call
+from tfdist.launch.isolation import call, mount
 
 _CLONE_NEWNS, _CLONE_NEWPID = 0x2_0000, 0x2000_0000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_SLAVE = 2, 4, 8, 0x4000, 1 << 19
@@ -57,20 +56,13 @@ def _make_namespace(caller: int, tell: int) -> None:
             os.close(tell)
             _stand_for(first, sender=caller)
         die_with(_OUTSIDE)
-        _mount("none", "/", "", _MS_REC | _MS_SLAVE)  # mounts are not visible outside
-        _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+        mount("none", "/", "", _MS_REC | _MS_SLAVE)  # mounts are not visible outside
+        mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
         if second := os.fork():
             os.close(tell)
             _stand_for(second, sender=_OUTSIDE)
     except OSError:  # not permitted, as in most containers
         os._exit(1)
-
-
-def _mount(source: str, target: str, kind: str, flags: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(source.encode(), target.encode(), kind.encode(), flags, None):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
 
 
 def _stand_for(child: int, *, sender: int | None = None) -> NoReturn:

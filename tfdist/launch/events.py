@@ -16,8 +16,7 @@ An agent sends these messages to the launcher::
     {"refused": text}                         alternative: the reason the host cannot run the job
     {"ready": ports}                          ready for an attempt
     {"event": kind, ..., "lines": [...]}      an event, with the last lines of an exited task
-    {"states": {task: state}, "full": bool}   states of the tasks' processes, and whether the tasks
-                                              are blocked because this host's output is full
+    {"states": {task: state}}                 states of the tasks' processes
     {"lines": [...], "task": task}            the requested stacks
 
 `encode` and `decode` accept any frozen dataclass and check all types. A `Task` is sent by its name.
@@ -77,15 +76,13 @@ class Beat:
     task: Task
     phase: str
     step: int | None
-    """Finished optimizer steps (`None` before the training loop)."""
+    """Finished optimizer steps (`None` if the training loop did not start)."""
     since_s: float
     """Time at which the task entered the phase or finished its last step."""
     first_step_s: float | None
     """Time at which this process finished its first steps."""
     at_s: float
     awaited: PendingWork | None = None
-    is_alone: bool = False
-    """Whether the task trains a separate model with Keras (see `tfdist.launch.alone`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,15 +140,6 @@ class MemberAdmits:
     joining: Task
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeerBroken:
-    """A member that its peer cannot reach."""
-
-    task: Task
-    epoch: int
-    peer: Task
-
-
 Event = (
     Started
     | Raised
@@ -162,7 +150,6 @@ Event = (
     | MemberAcked
     | MemberKnocks
     | MemberAdmits
-    | PeerBroken
 )
 
 
@@ -314,27 +301,18 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def _one(hint: Any, value: object) -> object:
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return _one(next(kind for kind in inside if kind is not types.NoneType), value)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{type(value).__name__} for a list")
-        kinds = [inside[0]] * len(value) if inside[-1] is Ellipsis else inside
-        if len(value) != len(kinds):
-            raise ValueError(f"{len(value)} parts of {len(kinds)}")
-        return tuple(_one(kind, item) for kind, item in zip(kinds, value, strict=True))
-    if origin is dict and isinstance(value, dict):
-        return {_one(inside[0], key): _one(inside[1], item) for key, item in value.items()}
+    inside = typing.get_args(hint)
+    if isinstance(hint, types.UnionType):
+        kind = next(kind for kind in inside if kind is not types.NoneType)
+        return None if value is None else _one(kind, value)
+    if isinstance(value, list) and inside:
+        return tuple(_one(inside[0], item) for item in value)
     if hint is Task:
         return task_of(value)
     if dataclasses.is_dataclass(hint):
         return decode(typing.cast("type[Any]", hint), value)
-    if hint is float and type(value) is int and abs(value) < 1 << 53:
-        return float(value)
-    if type(value) is not (origin or hint):
+    kind = typing.get_origin(hint) or hint
+    if not isinstance(value, (int, float) if kind is float else kind):
         raise ValueError(f"{type(value).__name__} for {hint}")
     return value
 

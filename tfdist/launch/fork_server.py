@@ -328,7 +328,6 @@ class ForkStarter:
         *,
         environ: Mapping[str, str],
         log_path: Path,
-        open_files: tuple[int, int],
         clock: Callable[[], float],
         cause_of_kill: Callable[[int], str],
         server: socket.socket | None = None,
@@ -352,17 +351,12 @@ class ForkStarter:
                 env=self._environ,
                 output_fd=log.fileno(),
                 keep_fds=(theirs.fileno(),),
-                open_files=open_files,
             )
 
     @property
     def pid(self) -> int | None:
         """Return the process id of the server, or `None` if another process has started it."""
         return self._server.pid if self._server else None
-
-    def owns(self, pid: int) -> bool:
-        """Return whether a process is the server that this starter has started."""
-        return pid == self.pid
 
     @property
     def is_over(self) -> bool:
@@ -387,16 +381,6 @@ class ForkStarter:
         self._waiting.append((spec.task, (request_fd, os.dup(output_fd), os.dup(notes_fd))))
         self._send_waiting()
         return None
-
-    def withdraw(self, task: Task) -> bool:
-        """Cancel a start if it is still queued, and return whether it was."""
-        for request in self._waiting:
-            if request[0] == task:
-                self._waiting.remove(request)
-                self._tasks.discard(task)
-                self._forget(request)
-                return True
-        return False
 
     def give_up(self) -> None:
         """Kill a server that does not answer. The next attempt starts a new server."""

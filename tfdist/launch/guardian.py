@@ -14,15 +14,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 _PR_SET_PDEATHSIG = 1
-_MAX_STARTS = 5
 _CLOSE_TIMEOUT_S = 2.0
 _ONE_TASK_S = 1.0
 
@@ -60,18 +58,9 @@ def start_process(
     env: Mapping[str, str],
     output_fd: int,
     keep_fds: Collection[int],
-    open_files: tuple[int, int],
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a new session. The kernel kills the process when the launcher exits.
-
-    `open_files` is the process's soft and hard limit of open files.
-    """
+    """Start a process in a new session. The kernel kills the process when the launcher exits."""
     parent = os.getpid()
-
-    def before_exec() -> None:  # between fork and exec; the launcher has one thread
-        resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
-        die_with(parent)
-
     return subprocess.Popen(
         command,
         env=env,
@@ -80,35 +69,29 @@ def start_process(
         stderr=output_fd,
         pass_fds=tuple(keep_fds),
         start_new_session=True,
-        preexec_fn=before_exec,
+        preexec_fn=lambda: die_with(parent),  # the launcher has one thread
     )
 
 
 class GuardianClient:
-    """Launcher's side of a guardian. It sends the guardian all sessions of the job.
-
-    `check` starts the guardian, and replaces a guardian that was killed. `say` reports this.
-    """
+    """Launcher's side of a guardian. It sends the guardian all sessions of the job."""
 
     def __init__(
-        self,
-        mark: str,
-        *,
-        environ: Mapping[str, str],
-        say: Callable[[str], None],
-        hold: Collection[int] = (),
+        self, mark: str, *, environ: Mapping[str, str], hold: Collection[int] = ()
     ) -> None:
         self.mark = mark
-        self._hold = tuple(hold)
-        self._environ = environ
-        self._say = say
         self._sessions: set[int] = set()
-        self._starts = 0
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def owns(self, pid: int) -> bool:
-        """Return whether a process is the guardian."""
-        return self._process is not None and self._process.pid == pid
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, mark],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={k: v for k, v in environ.items() if k != MARK},
+            cwd="/",
+            pass_fds=tuple(hold),
+            start_new_session=True,
+            bufsize=0,
+        )
 
     def add(self, session: int) -> None:
         """Add a session. Its id is the pid of its first process."""
@@ -118,20 +101,6 @@ class GuardianClient:
     def forget_empty(self) -> None:
         """Forget sessions without processes, before the kernel reuses their ids."""
         self._sessions = occupied(self._sessions)
-        self._tell_sessions()
-
-    def check(self) -> None:
-        """Start the guardian on the first call. Later, replace it if it has exited."""
-        if not self._starts:
-            self._start()
-        if self._process is None or self._process.poll() is None:
-            return
-        if self._starts >= _MAX_STARTS:
-            self._process = None
-            self._say("guardian: killed too often, so kill -9 of the launcher may leave processes")
-            return
-        self._say("guardian: killed, started a new guardian")
-        self._start()
         self._tell_sessions()
 
     def end_all(self, *, keep: int = 0) -> list[int]:
@@ -148,45 +117,26 @@ class GuardianClient:
     def close(self) -> None:
         """Tell the guardian to exit, after all processes of the job have exited."""
         self._tell(DONE)
-        process, self._process = self._process, None
-        if process is None or process.stdin is None:
-            return
-        process.stdin.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         try:
-            process.wait(_CLOSE_TIMEOUT_S)
+            self._process.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    def _start(self) -> None:
-        self._starts += 1
-        if self._process and self._process.stdin:
-            self._process.stdin.close()
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self.mark],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={k: v for k, v in self._environ.items() if k != MARK},
-            cwd="/",
-            pass_fds=self._hold,
-            start_new_session=True,
-            bufsize=0,
-        )
+            self._process.kill()
+            self._process.wait()
 
     def _tell_sessions(self) -> None:
         self._tell(" ".join(map(str, self._sessions)).encode())
 
     def _tell(self, line: bytes) -> None:
-        if self._process is None or self._process.stdin is None:
-            return
-        with contextlib.suppress(OSError):  # it was killed: `check` starts another
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it was killed
             self._process.stdin.write(line + b"\n")
 
 
 MARK = "TFDIST_JOB"
 """Environment variable that marks the processes of a job and their children. A job started inside
-a task has its own mark and guardian, which kills its processes after its launcher was killed."""
+a task has its own mark and guardian, which kills its processes if its launcher is killed."""
 
 DONE = b"done"
 _GIVE_UP_S = 30.0  # a process in uninterruptible sleep ignores SIGKILL

@@ -2,7 +2,7 @@
 
 `isolate` moves the launcher, and all processes that it starts later, into a network namespace.
 Only the job's processes can then connect to TensorFlow's servers, which execute any request.
-pasta or slirp4netns, if installed, forwards outgoing connections to other machines.
+slirp4netns, if installed, forwards outgoing connections to other machines.
 """
 
 from __future__ import annotations
@@ -33,13 +33,8 @@ _MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x8_0000
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _IFREQ = "16sh22x"
 
-# Forward no incoming port. Forward connections to the ports of the machine's loopback.
-_PASTA_PORTS = (
-    *("--tcp-ports", "none", "--udp-ports", "none"),
-    *("--tcp-ns", "auto", "--udp-ns", "auto"),
-)
 _RESOLVERS = Path("/etc/resolv.conf")
-_RESOLVER_OF = {"pasta": "169.254.1.1", "slirp4netns": "10.0.2.3"}
+_RESOLVER = "10.0.2.3"  # of slirp4netns
 _HELPER_TIMEOUT_S = 20.0
 
 
@@ -74,10 +69,11 @@ def isolate(environ: Mapping[str, str]) -> str:
     Raises:
         UsageError: The kernel does not permit it for this user.
     """
-    helper = _Helper.installed(environ)
-    resolver = helper and _RESOLVER_OF[helper.name] if _resolver_is_on_loopback() else None
+    path = shutil.which("slirp4netns", path=environ.get("PATH"))
+    helper = _Helper(path) if path else None
+    needs_resolver = helper is not None and _resolver_is_on_loopback()
     try:
-        _unshare_network(with_mounts=resolver is not None)
+        _unshare_network(with_mounts=needs_resolver)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
             flags = struct.pack(_IFREQ, b"lo", _flags(control, "lo") | _IFF_UP)
             fcntl.ioctl(control, _SIOCSIFFLAGS, flags)
@@ -89,35 +85,30 @@ def isolate(environ: Mapping[str, str]) -> str:
             "kernel.apparmor_restrict_unprivileged_userns), or leave --isolate out",
             code="refused-by-kernel",
         ) from None
-    failure = helper.connect() if helper else "neither pasta nor slirp4netns is installed"
-    if failure or helper is None:
-        fix = "install slirp4netns" if os.geteuid() == 0 else "install passt or slirp4netns"
+    failure = helper.connect() if helper else "slirp4netns is not installed"
+    if failure:
         return (
             f"--isolate: connections to other machines fail (downloads, MLflow, W&B): {failure}. "
-            f"Fix: {fix}, or store the data on this machine"
+            "Fix: install slirp4netns, or store the data on this machine"
         )
-    if resolver:
+    if needs_resolver:
         with contextlib.suppress(OSError):  # then only host names fail
-            _replace_resolver(resolver)
-    also = "" if helper.name == "pasta" else "; services on this machine's loopback are at 10.0.2.2"
-    return f"--isolate: connections to other machines go through {helper.name}{also}"
+            _replace_resolver()
+    return (
+        "--isolate: connections to other machines go through slirp4netns; services on this "
+        "machine's loopback are at 10.0.2.2"
+    )
 
 
 class _Helper:
-    """Program that forwards connections out of the namespace. It is started outside and waits."""
+    """slirp4netns, which forwards connections out of the namespace. It starts outside and waits."""
 
     def __init__(self, path: str) -> None:
-        self.name = os.path.basename(path)
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until the end of the job
         self._ready, its_ready = os.pipe()
-        its_end, self._open = os.pipe()  # slirp4netns exits when all processes have closed it
-        pid = str(os.getpid())
-        if self.name == "pasta":
-            dns = ("--dns-forward", _RESOLVER_OF["pasta"]) * _resolver_is_on_loopback()
-            args = ["--config-net", "--quiet", "--no-map-gw", *_PASTA_PORTS, *dns, pid]
-        else:
-            fds = (f"--ready-fd={its_ready}", f"--exit-fd={its_end}")
-            args = ["--configure", "--mtu=65520", *fds, pid, "tap0"]
+        its_end, self._open = os.pipe()  # it exits when all processes have closed this
+        fds = (f"--ready-fd={its_ready}", f"--exit-fd={its_end}")
+        args = ("--configure", "--mtu=65520", *fds, str(os.getpid()), "tap0")
         self._process = subprocess.Popen(
             ["sh", "-c", 'read -r _ && exec "$0" "$@"', path, *args],
             stdin=subprocess.PIPE,
@@ -129,32 +120,18 @@ class _Helper:
         os.close(its_ready)
         os.close(its_end)
 
-    @classmethod
-    def installed(cls, environ: Mapping[str, str]) -> _Helper | None:
-        """Start the installed program for this user. Return `None` if it is missing."""
-        names = ("slirp4netns",) if os.geteuid() == 0 else ("pasta", "slirp4netns")
-        paths = (shutil.which(name, path=environ.get("PATH")) for name in names)
-        return next((cls(path) for path in paths if path), None)
-
     def connect(self) -> str:
         """Connect this process's namespace. Return "" or the reason for a failure."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as waiting:
             waiting.write(b"\n")
-        if self._is_connected():
+        readable, _, _ = select.select([self._ready], [], [], _HELPER_TIMEOUT_S)
+        if readable and os.read(self._ready, 1) == b"1":
             return ""
         self._process.kill()
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").split("\n")
-        return f"{self.name}: {next(filter(str.strip, reversed(lines)), 'it does not respond')}"
-
-    def _is_connected(self) -> bool:
-        if self.name == "pasta":  # its first process exits after a successful start
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return self._process.wait(_HELPER_TIMEOUT_S) == 0
-            return False
-        readable, _, _ = select.select([self._ready], [], [], _HELPER_TIMEOUT_S)
-        return bool(readable) and os.read(self._ready, 1) == b"1"
+        return f"slirp4netns: {next(filter(str.strip, reversed(lines)), 'it does not respond')}"
 
 
 def _resolver_is_on_loopback() -> bool:
@@ -166,14 +143,14 @@ def _resolver_is_on_loopback() -> bool:
     return any(map(is_loopback, servers[:1]))
 
 
-def _replace_resolver(server: str) -> None:
+def _replace_resolver() -> None:
     """Set another name server for this process and all processes that it starts."""
     with tempfile.NamedTemporaryFile("w", prefix="tfdist-resolv-") as file:
         os.fchmod(file.fileno(), 0o644)
-        file.write(f"nameserver {server}\n")
+        file.write(f"nameserver {_RESOLVER}\n")
         file.flush()
-        _mount("none", "/", _MS_REC | _MS_SLAVE)  # hide these mounts from the machine
-        _mount(file.name, str(_RESOLVERS), _MS_BIND)
+        mount("none", "/", "", _MS_REC | _MS_SLAVE)  # hide these mounts from the machine
+        mount(file.name, str(_RESOLVERS), "", _MS_BIND)
 
 
 def _unshare_network(*, with_mounts: bool) -> None:
@@ -190,8 +167,10 @@ def _unshare_network(*, with_mounts: bool) -> None:
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-def _mount(source: str, target: str, flags: int) -> None:
-    call("mount", source.encode(), target.encode(), None, ctypes.c_ulong(flags), None)
+def mount(source: str, target: str, kind: str, flags: int) -> None:
+    """Mount a file system of a kind, as in mount(2)."""
+    words = (source.encode(), target.encode(), kind.encode())
+    call("mount", *words, ctypes.c_ulong(flags), None)
 
 
 def call(name: str, *args: object) -> None:

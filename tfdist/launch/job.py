@@ -39,7 +39,7 @@ from tfdist.launch.events import (
 )
 from tfdist.launch.isolation import isolate, reach
 from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
-from tfdist.launch.machine import raise_file_limit, this_machine
+from tfdist.launch.machine import this_machine
 from tfdist.launch.membership import Membership
 from tfdist.launch.multihost.agents import Hub, PipeAgent, shell_of
 from tfdist.launch.multihost.agreement import passed_variables
@@ -62,7 +62,6 @@ from tfdist.launch.options import (
     imports_tensorflow,
 )
 from tfdist.launch.plan import (
-    Attempt,
     JobDescription,
     decided_kind,
     divide_gpus,
@@ -88,8 +87,6 @@ from tfdist.launch.supervisor import Supervisor
 from tfdist.options import CLUSTER, LAUNCHED, PORTS, RESTARTS, UNCOUNTED_RESTARTS
 
 _READ = (CLUSTER, PORTS, RESTARTS, UNCOUNTED_RESTARTS)
-_FILES_PER_TASK = 6  # port, pipe and log, and three more during the start
-_OTHER_FILES = 128
 
 
 def run_job(
@@ -121,8 +118,6 @@ def run_job(
     job = _described(options, group, environ, run_dir=run_dir, search=search)
     job = dataclasses.replace(job, given=given)
     if group is not None:
-        if options.dry_run:
-            return _show_on_hosts(job, group)
         return _run_on_hosts(job, group, terms=_terms(job, search))
     if options.dry_run:
         return _show(job)
@@ -162,7 +157,7 @@ def _described(
     has_tasks = group is None or group.num_tasks(group.rank) > 0
     is_imported = has_tasks and imports_tensorflow(options.program, search=search)
     start = start_method(options, machine, imports_tensorflow=is_imported)
-    job = JobDescription(
+    return JobDescription(
         options=options,
         kind=decided_kind(options, machine),
         ports=options.port_range,
@@ -172,10 +167,6 @@ def _described(
         start=start if has_tasks else "exec",
         is_terminal=shows_in_place(1, environ),
     )
-    num_tasks = len(job.local_tasks) if group is None else group.num_tasks(group.rank)
-    num_hosts = 1 if group is None else len(group.hosts)
-    raise_file_limit(num_tasks * _FILES_PER_TASK + 4 * num_hosts + _OTHER_FILES)
-    return job
 
 
 def _terms(job: JobDescription, search: Sequence[str]) -> dict[str, str]:
@@ -255,22 +246,6 @@ def _show(job: JobDescription) -> int:
     specs = job.specs(job.local_attempt(addresses, number=next_attempt(job.run_dir)))
     head = f"# strategy {job.kind}, run directory {job.run_dir}"
     print(f"{head}\n\n{render(specs)}", flush=True)
-    return 0
-
-
-def _show_on_hosts(job: JobDescription, group: Group) -> int:
-    """Print the tasks of all hosts, with placeholder addresses."""
-    cluster, number = group.stand_in_cluster(), next_attempt(job.run_dir)
-    attempts = [
-        Attempt(number=number, run_dir=str(job.run_dir), cluster=cluster, tasks=tasks)
-        for tasks in group.tasks(range(len(group.hosts))).values()
-    ]
-    hosts = ", ".join(h for h, n in zip(group.hosts, group.slots, strict=True) if n)
-    head = (
-        f"# strategy {job.kind}, run directory {job.run_dir}\n"
-        f"# on {hosts}; names and ports are placeholders until the agents choose them\n"
-    )
-    print(f"{head}\n{render([s for one in attempts for s in job.specs(one)])}", flush=True)
     return 0
 
 
@@ -378,7 +353,7 @@ def _hub(part: HostPart) -> Hub:
         }
 
     def start(rank: int) -> PipeAgent:
-        agent = PipeAgent(
+        return PipeAgent(
             hosts[rank],
             shell,
             first(rank),
@@ -387,8 +362,6 @@ def _hub(part: HostPart) -> Hub:
             say=part.screen.say,
             may_read=lambda: not out.is_full,
         )
-        part.processes.agents.add(agent.child.pid)
-        return agent
 
     return Hub(hosts, start, terms=part.terms, say=part.screen.say)
 

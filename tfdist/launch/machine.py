@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import re
-import resource
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -209,13 +208,3 @@ class KillEvidence:
             return ""
         self._counted[path] += 1
         return f"killed by the kernel's out-of-memory killer (oom_kill rose in {path})"
-
-
-def raise_file_limit(needed: int) -> tuple[int, int]:
-    """Raise this process's limit of open files to `needed` if allowed. Return the old limits."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if soft != unlimited and soft < needed:
-        most = needed if hard == unlimited else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-    return soft, hard

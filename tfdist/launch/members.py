@@ -24,7 +24,6 @@ from tfdist.launch.events import (
     MemberAdmits,
     MemberKnocks,
     MemberReady,
-    PeerBroken,
 )
 
 _MOST_BYTES = 1 << 16
@@ -154,8 +153,6 @@ class MemberLinks:
             case {"admit": int(joining), "epoch": int(epoch)}:
                 joins = Task(task.type, joining)
                 self._tell(MemberAdmits(task=task, epoch=epoch, joining=joins))
-            case {"broken": int(epoch), "peer": int(peer)}:
-                self._tell(PeerBroken(task=task, epoch=epoch, peer=Task(task.type, peer)))
 
     def _drop(self, task: Task) -> None:
         if (end := self._ends.pop(task, None)) is not None:

@@ -111,11 +111,6 @@ class Membership:
         left = [other for other in self.members if other in self._present]
         return self._view(left) if left else []
 
-    def broken(self, member: int, epoch: int, peer: int) -> list[Step]:
-        """A member cannot reach a peer in a view."""
-        is_current = epoch == self.epoch and {member, peer} <= self._present
-        return [Fence(peer, "does not answer the other workers")] if is_current else []
-
     def acked(self, member: int, epoch: int, done: int, *, has_state: bool = False) -> list[Step]:
         """A member has left the old view, with this number of finished operations.
 

@@ -6,7 +6,6 @@ program must receive its flags unchanged. So absl reads only the words before th
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -138,10 +137,12 @@ def _check_together(options: LaunchOptions) -> None:
         _refuse("hosts", "Ray selects the hosts", "leave --hosts out, or use --on ssh")
     if options.on == "ssh" and options.hosts is None:
         _refuse("on", "ssh needs a list of hosts", "give --hosts a:2,b:2", code="no-hosts")
-    fix = "leave one of them out; live.json in the run directory says the same"
+    fix = "leave one of them out. live.json in the run directory says the same"
     given = {"--metrics_port": options.metrics_port, "--isolate": options.isolate}
     mutually_exclusive(given, fix=fix)
     mutually_exclusive({"--resume": options.resume, "--run_dir": options.run_dir})
+    on_hosts = options.where != "local" or options.hosts is not None
+    mutually_exclusive({"--dry_run": options.dry_run, "--on and --hosts": on_hosts})
 
 
 def _refuse(name: str, problem: str, fix: str, *, code: str = "exclusive") -> NoReturn:
@@ -220,8 +221,10 @@ def _program(rest: list[str]) -> Program:
     return Program(target=rest[1], args=tuple(rest[2:]))
 
 
-_TENSORFLOW = ("tensorflow", "keras", "tfdist")
-_READ_AT_IMPORT = re.compile("(TF|TF2|KERAS|XLA|OMP|CUDA)_(?!CONFIG$)[A-Z0-9_]+")
+_IMPORTS = re.compile(
+    rb"^[ \t]*(?:import[ \t][^#\n]*?|from[ \t]+)\b(?:tensorflow|keras|tfdist)\b", re.MULTILINE
+)
+_READ_AT_IMPORT = re.compile(rb"\b(?:TF|TF2|KERAS|XLA|OMP|CUDA)_(?!CONFIG\b)[A-Z0-9_]+\b")
 
 
 def check_program(program: Program) -> None:
@@ -247,28 +250,11 @@ def imports_tensorflow(program: Program, *, search: Sequence[str]) -> bool:
     Return False if the file contains the name of a variable that these packages read at import.
     The program may set that variable, which must happen before the import.
     """
-    path = file_of_program(program, search=search)
     try:
-        nodes = list(ast.walk(ast.parse(Path(path).read_bytes())))
-    except (OSError, SyntaxError, ValueError):
+        source = Path(file_of_program(program, search=search)).read_bytes()
+    except OSError:
         return False  # the task reports the error
-    return any(map(_imports, nodes)) and not any(map(_names_a_variable, nodes))
-
-
-def _imports(node: ast.AST) -> bool:
-    match node:
-        case ast.Import(names=names):
-            return any(alias.name.split(".")[0] in _TENSORFLOW for alias in names)
-        case ast.ImportFrom(module=str(module), level=0):
-            return module.split(".")[0] in _TENSORFLOW
-    return False
-
-
-def _names_a_variable(node: ast.AST) -> bool:
-    match node:
-        case ast.Constant(value=str(name)) | ast.keyword(arg=str(name)):
-            return _READ_AT_IMPORT.fullmatch(name) is not None
-    return False
+    return bool(_IMPORTS.search(source)) and not _READ_AT_IMPORT.search(source)
 
 
 def file_of_program(program: Program, *, search: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ Planning starts no process, so ``--dry_run`` can print the plan.
 
 from __future__ import annotations
 
-import resource
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -48,7 +47,7 @@ class Attempt:
     control: str | None = None
     """Name of the launcher's socket for the members of an elastic job."""
     hosts: dict[str, str] = field(default_factory=dict)
-    """Host of each task, by the task's name (empty for a job on one host)."""
+    """Host of each task, by the task's name (empty if the job runs on one host)."""
 
     @property
     def logs(self) -> Path:
@@ -95,13 +94,9 @@ class JobDescription:
     is_terminal: bool = False
     """Whether the tasks' output is shown on a terminal."""
     ports: Sequence[int] | None = None
-    """Ports that the tasks may use (`None`: any)."""
+    """Ports that the tasks may use (if `None`, any port)."""
     given: LaunchOptions = field(default_factory=LaunchOptions)
     """Options of the command line, which the hosts of the job do not complete."""
-    open_files: tuple[int, int] = field(
-        default_factory=lambda: resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
-    """Soft and hard limit of open files in the tasks. The launcher raises only its own limit."""
 
     @property
     def local_tasks(self) -> tuple[Task, ...]:

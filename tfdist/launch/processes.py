@@ -54,9 +54,8 @@ _MAX_READS = 64  # of an exited task's pipe, to which its child may still write
 class Starter:
     """Starter of tasks as new Python processes. It has no helper process."""
 
-    def __init__(self, *, clock: Callable[[], float], open_files: tuple[int, int]) -> None:
+    def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._open_files = open_files
         self._children: dict[Task, subprocess.Popen[bytes]] = {}
 
     def start(
@@ -68,7 +67,6 @@ class Starter:
             env=env,
             output_fd=output_fd,
             keep_fds=(notes_fd,),
-            open_files=self._open_files,
         )
         self._children[spec.task] = child
         return Started(task=spec.task, pid=child.pid, at_s=self._clock())
@@ -81,20 +79,12 @@ class Starter:
             del self._children[task]
         return [Ended(task=t, status=child.returncode, at_s=now_s) for t, child in over.items()]
 
-    def withdraw(self, task: Task) -> bool:
-        """Cancel a start if it is still queued, and return whether it was."""
-        return False
-
     def give_up(self) -> None:
         """Stop a helper process that does not answer, so that its tasks count as exited."""
 
     def fileno(self) -> int | None:
         """Return the file descriptor to watch in addition to SIGCHLD, or `None`."""
         return None
-
-    def owns(self, pid: int) -> bool:
-        """Return whether the starter waits for this child process."""
-        return any(child.pid == pid for child in self._children.values())
 
     @property
     def pid(self) -> int | None:
@@ -128,7 +118,7 @@ class JobProcesses:
         self.signals = signals
         self._clock = clock
         self._evidence = KillEvidence()
-        self._starter: Starter | ForkStarter = Starter(clock=clock, open_files=job.open_files)
+        self._starter: Starter | ForkStarter = Starter(clock=clock)
         self._given: socket.socket | None = None
         if (descriptor := job.fork_server) is not None:
             os.set_inheritable(descriptor, False)  # tasks must not inherit it
@@ -138,8 +128,6 @@ class JobProcesses:
         self._logs = Path()
         self._news: list[Event] = []
         self._running: dict[Task, int | None] = {}
-        self.agents: set[int] = set()
-        """Child processes that the caller starts and waits for."""
         self._pids: dict[Task, int] = {}  # last process of each task, also after its exit
         self._owed: dict[Task, int] = {}
         self._raised: set[Task] = set()
@@ -163,7 +151,7 @@ class JobProcesses:
                 unwatch=self.unwatch,
                 tell=self._news.append,
             )
-        self._guard = GuardianClient(mark, environ=job.environ, say=screen.say, hold=hold)
+        self._guard = GuardianClient(mark, environ=job.environ, hold=hold)
 
     def __enter__(self) -> Self:
         return self
@@ -187,7 +175,6 @@ class JobProcesses:
             OSError: The logs cannot be written, for example.
             UsageError: The tasks do not fit this machine.
         """
-        self._guard.check()
         self._specs = {}
         self._screen.forget()
         self._screen.hosts = {task_of(name): host for name, host in attempt.hosts.items()}
@@ -214,7 +201,6 @@ class JobProcesses:
         self._starter = server = ForkStarter(
             environ={**shared_environment(specs), MARK: self._guard.mark},
             log_path=log_path,
-            open_files=self._job.open_files,
             clock=self._clock,
             cause_of_kill=self._evidence.of_kill,
             server=given,
@@ -286,9 +272,6 @@ class JobProcesses:
             if signum == signal.SIGKILL and proc_state(pid) == "Z":  # its parent did not report it
                 self._starter.give_up()
             _send(pid, signum)
-        elif self._starter.withdraw(task):
-            self._running.pop(task)
-            self._news.append(Ended(task=task, status=-signum, at_s=self._clock()))
         else:
             self._owed[task] = signum
             if signum == signal.SIGKILL:
@@ -375,19 +358,7 @@ class JobProcesses:
         came = self.signals.read()
         self._news += [StopRequest(signum=signum) for signum in came if signum in STOP_SIGNALS]
         if signal.SIGCHLD in came:
-            self._guard.check()
             self._collect()
-            self._reap_orphans()
-
-    def _reap_orphans(self) -> None:
-        """Reap orphans of the tasks, if the launcher adopts them (for example as PID 1)."""
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        with contextlib.suppress(ChildProcessError):
-            while child := os.waitid(os.P_ALL, 0, flags):
-                pid = child.si_pid
-                if pid in self.agents or self._starter.owns(pid) or self._guard.owns(pid):
-                    return  # its owner reaps it
-                os.waitpid(pid, 0)
 
     def _collect(self) -> None:
         fd = self._starter.fileno()

@@ -8,7 +8,7 @@ import os
 import re
 import select
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from tfdist.cluster import Task
@@ -18,7 +18,6 @@ _BACKLOG_BYTES = 1 << 20
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _ERASE = b"\r\x1b[K"
-_RECENT_LINES = 60  # a reader finds these lines without scrolling far
 
 
 class Console:
@@ -32,8 +31,6 @@ class Console:
         self.fd = fd
         self.is_terminal = is_terminal
         self.is_closed = False
-        self.recent: deque[bytes] = deque(maxlen=_RECENT_LINES)
-        """Last lines of the tasks, without the tasks' names if they run on this host."""
         self._colour = colour
         self._backlog = bytearray()
         self._progress = b""
@@ -55,12 +52,10 @@ class Console:
 
     def line(self, name: str, text: bytes, *, hue: int = 0) -> None:
         """Add one line of the task called `name`."""
-        self.recent.append(text)
         self._put(self._prefix(name, hue) + text)
 
     def pass_on(self, line: bytes) -> None:
         """Add an unchanged line from an agent."""
-        self.recent.append(line)
         self._put(line)
 
     def progress(self, name: str, text: bytes, *, hue: int = 0) -> None:
@@ -240,7 +235,6 @@ def _pieces(line: bytes) -> list[bytes]:
 
 
 _HURRIED_DRAIN_S = 1.0
-_LINES_ABOVE = 3
 
 
 class JobScreen:
@@ -254,7 +248,7 @@ class JobScreen:
         self._hues: dict[Task, int] = {}
         self._remote_lines: dict[Task, tuple[str, ...]] = {}
         self.hosts: dict[Task, str] = {}
-        """Host of each task (empty for a job on one host)."""
+        """Host of each task (empty if the job runs on one host)."""
 
     def open(self, task: Task, log_path: Path, *, is_chief: bool) -> TaskOutput:
         """Return a new output for a task, or raise OSError if its log cannot be created."""
@@ -325,15 +319,10 @@ class JobScreen:
         lines = self.last_lines(task)
         if not lines:
             return head if output is None else f"{head}\nit printed nothing"
-        if self.out is self.err and self._is_above(lines):
-            return f"{head}\nits output is above" + (f" and in {output.log_path}" if output else "")
+        if self.out is self.err:  # all its lines were shown
+            return f"{head}\nits output is in {output.log_path}" if output else head
         source = f", from {output.log_path}" if output else ""
         return "\n".join([head, f"its last lines{source}:", *(f"  {line}" for line in lines)])
-
-    def _is_above(self, lines: Sequence[str]) -> bool:
-        """Return whether the end of a task's output was shown a few lines above."""
-        recent = [shown.decode(errors="backslashreplace") for shown in self.out.recent]
-        return all(any(shown.endswith(line) for shown in recent) for line in lines[-_LINES_ABOVE:])
 
 
 def standard_screen(environ: Mapping[str, str]) -> JobScreen:

@@ -11,11 +11,9 @@ from __future__ import annotations
 import codecs
 import contextlib
 import inspect
-import json
 import linecache
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
@@ -29,11 +27,10 @@ from types import FrameType
 from typing import Any
 
 from tfdist.cluster import KINDS, read_environment
-from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError, near, require
+from tfdist.errors import EXIT_FAILED, JobFailed, TfdistError, UsageError
 from tfdist.launch.ending import SPAWN
 from tfdist.launch.events import exit_code_of
 from tfdist.launch.guardian import MARK, bound_command
-from tfdist.launch.live import LIVE_FILE
 from tfdist.launch.options import parse
 from tfdist.launch.run_dir import chosen_run_dir, earlier_attempts
 from tfdist.options import HostFlags, LaunchFlags, names_of, table
@@ -41,7 +38,6 @@ from tfdist.options import HostFlags, LaunchFlags, names_of, table
 _OPTIONS = [name for name in names_of(LaunchFlags) if name not in (*table(HostFlags), "resume")]
 _DEFAULTS = {"strategy": "multiworker", "workers": None, "ps": 0}
 _READ_BYTES = 1 << 16
-_PROGRESS_S = 1.0
 _FUNCTION, _ANSWERS = "function", "answers"
 _LINES_KEPT = 20
 
@@ -57,9 +53,8 @@ def spawn(
     """Run a function as a job on this machine and return the chief's result.
 
     Every task calls the function in a new process. The tasks' output is written to `sys.stdout`,
-    with the task's name before each line. A notebook also shows the job's step. Ctrl-C, or
-    interrupting a notebook's kernel, stops the job. A `fit` with `BackupAndRestore` then saves a
-    checkpoint.
+    with the task's name before each line. Ctrl-C, or interrupting a notebook's kernel, stops the
+    job. A `fit` with `BackupAndRestore` then saves a checkpoint.
 
     Args:
       fn: Function to run. A function of ``__main__`` or of a notebook cell is pickled with the
@@ -77,7 +72,8 @@ def spawn(
     Raises:
       UsageError: An option is invalid, a keyword is both an option and an argument of `fn`, or
         the caller is a task of a job. No task was started.
-      TypeError, pickle.PicklingError: The function cannot be pickled. No task was started.
+      TypeError, pickle.PicklingError: The function does not accept the arguments or cannot be
+        pickled. No task was started.
       JobFailed: The job failed. The error has the first failed task and its traceback. The task's
         exception is the cause.
       KeyboardInterrupt: The caller was interrupted, and the job has stopped.
@@ -102,8 +98,7 @@ def spawn(
         (folder / _FUNCTION).write_bytes(payload)
         (folder / _ANSWERS).mkdir()
         before = len(earlier_attempts(run_dir))
-        progress = _progress(run_dir / LIVE_FILE)
-        code, is_interrupted, lines = _run([*flags, "-m", SPAWN, name], progress)
+        code, is_interrupted, lines = _run([*flags, "-m", SPAWN, name])
         answers = _answers(folder)
     if entries := earlier_attempts(run_dir)[before:]:
         answers = [answer for answer in answers if answer["attempt"] == entries[-1]["attempt"]]
@@ -123,36 +118,22 @@ def _keywords(
 ) -> dict[str, Any]:
     """Return the keywords that are arguments of `fn`, and not options of the launcher.
 
-    Raises UsageError for a keyword that is neither or both.
+    Raise UsageError for a keyword that is both, and TypeError as the call would.
     """
-    kinds = inspect.Parameter
-    parameters: Mapping[str, inspect.Parameter]
+    keywords = {name: value for name, value in given.items() if name not in _OPTIONS}
     try:
         signature = inspect.signature(fn)
-        parameters = signature.parameters
-        taken = {*signature.bind_partial(*args).arguments, *getattr(fn, "keywords", ())}
-    except (TypeError, ValueError):  # not known, or an error that the call will raise
-        parameters, taken = {}, set()
-    own = {n for n, p in parameters.items() if n not in taken and p.kind != kinds.POSITIONAL_ONLY}
-    takes_any = any(p.kind == kinds.VAR_KEYWORD for p in parameters.values())
-    for name in given:
-        is_option = name in _OPTIONS
-        require(
-            not (is_option and name in own),
+    except ValueError:  # some functions of C
+        return keywords
+    taken = {*signature.bind(*args, **keywords).arguments, *getattr(fn, "keywords", ())}
+    for name in {*given} & {*_OPTIONS} & {*signature.parameters} - taken:
+        raise UsageError(
             "tfdist.spawn",
             f"{name} is an option of the launcher and an argument of the function",
             fix=f"pass the argument by position, or rename it; {name} as a keyword is the option",
             code="exclusive",
         )
-        require(
-            is_option or name in own or takes_any,
-            "tfdist.spawn",
-            f"{name} is no option of the launcher and no argument of the function"
-            f"{near(name, [*_OPTIONS, *own])}",
-            fix="see python -m tfdist.launch --help for the options",
-            code="unknown-option",
-        )
-    return {name: value for name, value in given.items() if name not in _OPTIONS}
+    return keywords
 
 
 def _flags(
@@ -221,9 +202,7 @@ def _failed(
 # The launcher as a child process.
 
 
-def _run(
-    flags: Sequence[str], progress: Callable[[], None] | None = None
-) -> tuple[int, bool, Sequence[str]]:
+def _run(flags: Sequence[str]) -> tuple[int, bool, Sequence[str]]:
     """Run the launcher. Return its exit code, whether it was interrupted, and its last lines."""
     process: subprocess.Popen[bytes] | None = None
     requests: list[int] = []
@@ -245,7 +224,7 @@ def _run(
         try:
             if requests:
                 process.send_signal(signal.SIGINT)
-            lines = _shown(process, progress)
+            lines = _shown(process)
             return exit_code_of(process.wait()), bool(requests), lines
         finally:
             _end(process)
@@ -266,26 +245,13 @@ def _interrupts_to(handler: Callable[[int, FrameType | None], None]) -> Iterator
         signal.signal(signal.SIGINT, before)
 
 
-def _shown(
-    process: subprocess.Popen[bytes], progress: Callable[[], None] | None = None
-) -> Sequence[str]:
-    """Copy the launcher's output to `sys.stdout` until it exits, and return the last lines.
-
-    Call `progress` about once a second.
-    """
+def _shown(process: subprocess.Popen[bytes]) -> Sequence[str]:
+    """Copy the launcher's output to `sys.stdout` until it exits, and return the last lines."""
     assert process.stdout is not None
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     lines: deque[str] = deque([""], maxlen=_LINES_KEPT)
-    fd = process.stdout.fileno()
-    while True:
-        while progress and not select.select([fd], [], [], _PROGRESS_S)[0]:
-            progress()
-        data = os.read(fd, _READ_BYTES)
-        if progress:
-            progress()
-        if not data:
-            break
+    while data := os.read(process.stdout.fileno(), _READ_BYTES):
         text = decoder.decode(data)
         # A character that the caller's encoding lacks must not stop the job.
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -294,35 +260,6 @@ def _shown(
         lines[-1] += first
         lines.extend(more)
     return [line for line in lines if line]
-
-
-def _progress(live_file: Path) -> Callable[[], None] | None:
-    """Return a function that shows the job's step in the cell of a notebook, `None` elsewhere."""
-    if "ipykernel" not in sys.modules:
-        return None
-    import IPython.display
-
-    display: Any = IPython.display.display
-    handle: Any = None
-    last: Any = None
-
-    def show() -> None:
-        nonlocal handle, last
-        try:
-            live = json.loads(live_file.read_text())
-            step = f", step {live['step']}" if live["step"] else ""
-            rate = f", {live['steps_per_s']:.3g} steps/s" if live["steps_per_s"] else ""
-            text = f"{live['state']}, attempt {live['attempt']}{step}{rate}"
-        except (OSError, ValueError, LookupError):  # not written yet
-            return
-        if text != last:
-            last, line = text, {"text/plain": text}
-            if handle is None:
-                handle = display(line, raw=True, display_id=True)
-            else:
-                handle.update(line, raw=True)
-
-    return show
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

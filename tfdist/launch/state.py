@@ -161,8 +161,8 @@ class JobState:
     grace_s: float
     """Seconds a task has to exit before it is killed."""
     min_workers: int | None = None
-    """Number of workers that a ps job needs before its first step (`None`: all).
-    An elastic job needs them all the time (`None`: 1)."""
+    """Number of workers that a ps job needs before its first step (if `None`, all), and that an
+    elastic job needs always (if `None`, 1)."""
     membership: Membership | None = None
     """Members of an elastic job, by the index of their tasks."""
     policy: RestartPolicy
@@ -174,7 +174,7 @@ class JobState:
     started_s: float = field(init=False)
 
     step: int | None = None
-    """Highest step that any task has reported (`None` before training)."""
+    """Highest step that any task has reported (`None` if no task trains yet)."""
     first_step_s: float | None = None
     """Time at which the first step of this attempt finished."""
     hang: PendingHang | None = None
@@ -182,9 +182,6 @@ class JobState:
     """Failures after which only the failed task was restarted."""
     lost: list[Failure] = field(default_factory=list)
     """Failures after which the job continued without the failed task."""
-
-    alone: list[Task] = field(default_factory=list)
-    """Tasks that train a separate model with Keras (see `tfdist.launch.alone`)."""
 
     is_done: bool = False
     """Whether the chief exited with code 0 (with any code if the job is stopping)."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE, named
-from tfdist.launch.alone import mistake
-from tfdist.launch.diagnosis import Failure, root_of
+from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import (
     Acquaint,
     Action,
@@ -31,7 +30,6 @@ from tfdist.launch.events import (
     MemberAdmits,
     MemberKnocks,
     MemberReady,
-    PeerBroken,
     Raised,
     Say,
     ShowFailure,
@@ -42,7 +40,7 @@ from tfdist.launch.events import (
     StopRequest,
     request_name,
 )
-from tfdist.launch.membership import Fence, Go, Knock, Step, View, Welcome
+from tfdist.launch.membership import Fence, Go, Knock, Membership, Step, View, Welcome
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import (
     EVALUATOR,
@@ -91,11 +89,14 @@ class _Decision:
         self._actions: list[Action] = []
 
     def actions(self) -> list[Action]:
+        state = self._state
         for event in self._events:
             self._see(event)
         self._find_failure()
-        self._end_servers()
-        if not self._state.has_running:  # the last tasks exited before printing their stacks
+        is_evaluated = state.is_ending or not state.is_running(EVALUATOR)
+        if state.has_servers and state.is_done and is_evaluated and not state.are_servers_closed:
+            self._end_served()
+        if not state.has_running:  # the last tasks exited before printing their stacks
             self._end_hang()
         self._keep_deadlines()
         return self._actions
@@ -116,21 +117,14 @@ class _Decision:
             case Started(task=task):
                 state.tasks[task].record(pid=event.pid, started_at_s=event.at_s)
                 state.watchdog.started(task, at_s=event.at_s)
-            case Beat(task=task) if state.is_running(task):
-                self._see_beat(event)
-            case MemberReady(task=task) if state.membership:
-                self._change(state.membership.ready(task.index))
-            case MemberAcked(task=task) if state.membership:
-                index, has_state = task.index, event.has_state
-                self._change(
-                    state.membership.acked(index, event.epoch, event.done, has_state=has_state)
-                )
-            case MemberKnocks(task=task) if state.membership:
-                self._change(state.membership.knocked(task.index))
-            case MemberAdmits(joining=joining) if state.membership:
-                self._change(state.membership.admitted(joining.index, event.epoch))
-            case PeerBroken(task=task) if state.membership:
-                self._change(state.membership.broken(task.index, event.epoch, event.peer.index))
+            case Beat(task=task, first_step_s=first_s) if state.is_running(task):
+                state.reached(event.step)
+                if first_s is not None:
+                    state.first_step_s = min(first_s, state.first_step_s or math.inf)
+                state.watchdog.beat(event)
+            case MemberReady() | MemberAcked() | MemberKnocks() | MemberAdmits():
+                if state.membership is not None:
+                    self._see_member(event, state.membership)
             case Raised(task=task) if state.is_running(task) and not state.is_ending:
                 state.reached(event.step)
                 state.root_cause.raised(event)
@@ -138,27 +132,6 @@ class _Decision:
                 self._see_end(event)
             case StopRequest(signum=signum):
                 self._see_stop_request(signum)
-
-    def _see_beat(self, beat: Beat) -> None:
-        state = self._state
-        state.reached(beat.step)
-        known_s, first_s = state.first_step_s, beat.first_step_s
-        if first_s is not None:
-            state.first_step_s = first_s if known_s is None else min(known_s, first_s)
-        state.watchdog.beat(beat)
-        if beat.is_alone and beat.task not in state.alone:
-            state.alone.append(beat.task)
-            if len(state.alone) > 1 and not state.is_ending:
-                self._end_copies()
-
-    def _end_copies(self) -> None:
-        """Stop a job if several tasks train separate models on hosts without a shared directory."""
-        first, task = map(str, self._state.alone[:2])
-        cause = str(mistake(first, task, where="model.fit"))
-        failure = Failure(
-            task=self._state.alone[1], cause=cause, exit_code=EXIT_USAGE, at_s=self._now_s
-        )
-        self._fail(self._dated(failure))
 
     def _see_end(self, ended: Ended) -> None:
         state, task = self._state, ended.task
@@ -168,7 +141,12 @@ class _Decision:
         if state.membership and task.type == "worker" and not state.is_ending:
             self._change(state.membership.lost(task.index))
         if task == state.chief and (state.is_ending or not ended.status):
-            self._see_chief_done()
+            state.straggler_deadline_s = self._now_s + self._straggler_s
+            state.is_done = True
+            for waiting in filter(state.waits_to_join, state.running):
+                self._do(KillOne(waiting))
+            for served in filter(state.serves_nobody, state.root_cause.tasks):
+                state.root_cause.forget(served)  # they saw the chief exit before
         if state.is_ending or self._end_failed_alone(task) or state.serves_nobody(task):
             return
         if not ended.status:
@@ -177,6 +155,19 @@ class _Decision:
                 return
             ended = replace(ended, cause="exited before the chief (exit code 0)")
         state.root_cause.ended(ended, since_s=self._since_s, now_s=self._now_s)
+
+    def _see_member(self, event: Event, membership: Membership) -> None:
+        """Change the members of an elastic job after a message of a member."""
+        index = event.task.index
+        match event:
+            case MemberReady():
+                self._change(membership.ready(index))
+            case MemberAcked(epoch=epoch, done=done, has_state=has_state):
+                self._change(membership.acked(index, epoch, done, has_state=has_state))
+            case MemberKnocks():
+                self._change(membership.knocked(index))
+            case MemberAdmits(epoch=epoch, joining=joining):
+                self._change(membership.admitted(joining.index, epoch))
 
     def _change(self, steps: list[Step]) -> None:
         """Perform the steps of a change of the members."""
@@ -200,24 +191,19 @@ class _Decision:
                 case Knock(joining=joining, first=member):
                     self._acquaint(joining, member, is_ready=True)
                 case Fence(member=member, reason=reason):
-                    failure = Failure(
-                        task=_worker(member), cause=reason, exit_code=1, at_s=self._now_s
-                    )
-                    if self._is_in_use(failure.task) and not self._go_on(self._dated(failure)):
-                        self._fail(self._dated(failure))
+                    self._fence(_worker(member), reason)
 
     def _acquaint(self, joining: int, member: int, *, is_ready: bool) -> None:
-        joining_task, task = _worker(joining), _worker(member)
-        self._do(Acquaint(joining=joining_task, member=task, is_ready=is_ready))
+        task, other = _worker(joining), _worker(member)
+        self._do(Acquaint(joining=task, member=other, is_ready=is_ready))
 
-    def _see_chief_done(self) -> None:
-        state = self._state
-        state.straggler_deadline_s = self._now_s + self._straggler_s
-        state.is_done = True
-        for task in filter(state.waits_to_join, state.running):
-            self._do(KillOne(task))
-        for served in filter(state.serves_nobody, state.root_cause.tasks):
-            state.root_cause.forget(served)  # they saw the chief exit before
+    def _fence(self, task: Task, reason: str) -> None:
+        """Kill a member that cannot go on with the others."""
+        if not self._is_in_use(task):
+            return
+        failure = Failure(task=task, cause=reason, exit_code=1, at_s=self._now_s)
+        if not self._go_on(self._dated(failure)):
+            self._fail(self._dated(failure))
 
     def _end_failed_alone(self, task: Task) -> bool:
         """Restart or drop a task that was killed for its own failure. Return whether it was."""
@@ -261,7 +247,7 @@ class _Decision:
             if failure is None:
                 self._find_hang()
                 return
-            failure = self._dated(root_of(failure, state.watchdog))
+            failure = self._dated(failure)
             if not self._go_on(failure):
                 # The failed task's process may still print a traceback.
                 self._fail(failure, but=(failure.task,))
@@ -275,10 +261,12 @@ class _Decision:
         if self._now_s < state.watchdog.next_check_s():
             return
         hang = state.watchdog.find_hang(self._now_s)
-        if hang is None or state.serves_nobody(hang.task) or not self._is_in_use(hang.task):
+        if hang is None:
             return
-        failure = Failure(task=hang.task, cause=hang.cause, exit_code=1, at_s=hang.since_s)
-        failure, stuck = self._dated(failure), hang.stuck
+        failure, stuck = self._dated(hang[0]), hang[1]
+        known = state.tasks[failure.task]
+        if state.serves_nobody(failure.task) or not known.is_running or known.failed_alone:
+            return
         if self._can_go_on(failure):  # the other tasks continue undisturbed
             stuck = tuple(task for task in stuck if task == failure.task)
         self._fail_after_stacks(failure, stuck)
@@ -291,11 +279,6 @@ class _Decision:
             self._say(f"{failure.task}: {failure.cause}; Python stacks of {named(stuck)}:")
         for task in stuck:
             self._do(AskForStacks(task))
-
-    def _is_in_use(self, task: Task) -> bool:
-        """Return whether a task runs and the launcher is not killing it for a failure."""
-        known = self._state.tasks[task]
-        return known.is_running and known.failed_alone is None
 
     def _end_hang(self) -> None:
         """Act on a hanging task after the stacks were printed."""
@@ -311,8 +294,11 @@ class _Decision:
     ) -> None:
         state = self._state
         state.verdict = self._verdict_on(failure)
-        state.failure = first = self._first(failure)
-        if first is not failure:
+        state.failure = first = failure
+        lost = [past for past in state.lost if state.works_for_chief(past.task)]
+        is_last = state.works_for_chief(failure.task) and not state.other_workers({failure.task})
+        if lost and is_last and failure.exit_code != EXIT_USAGE:
+            state.failure = first = lost[0]
             self._say(f"{failure.task} failed: {failure.cause}; no worker is left")
         self._do(ShowFailure(first.task, first.cause, stacks))
         within_s = state.grace_s
@@ -321,14 +307,6 @@ class _Decision:
         elif state.verdict.reason:
             self._say(f"not restarting: {state.verdict.reason}")
         self._stop(signal.SIGTERM, within_s=within_s, but=but)
-
-    def _first(self, failure: Failure) -> Failure:
-        """Return the first worker's failure if `failure` leaves no worker, else `failure`."""
-        state = self._state
-        lost = [past for past in state.lost if state.works_for_chief(past.task)]
-        is_last = state.works_for_chief(failure.task) and not state.other_workers({failure.task})
-        is_mistake = failure.exit_code == EXIT_USAGE
-        return lost[0] if lost and is_last and not is_mistake else failure
 
     # continue with the task restarted, or without the task
 
@@ -364,12 +342,9 @@ class _Decision:
 
     def _start_again_or_drop(self, failure: Failure) -> None:
         self._do(KillOne(failure.task))  # its remaining child processes
-        if self._may_start(failure):
-            self._start_again(failure)
-        else:
+        if not self._may_start(failure):
             self._lose(failure)
-
-    def _start_again(self, failure: Failure) -> None:
+            return
         state, task = self._state, failure.task
         reason = self._verdict_on(failure).reason
         state.policy.restarted(failure)
@@ -398,13 +373,6 @@ class _Decision:
 
     # the end
 
-    def _end_servers(self) -> None:
-        """Tell workers and ps to exit, once, after the chief and the evaluator have exited."""
-        state = self._state
-        is_evaluated = state.is_ending or not state.is_running(EVALUATOR)
-        if state.has_servers and state.is_done and is_evaluated and not state.are_servers_closed:
-            self._end_served()
-
     def _end_served(self) -> None:
         """Tell all running tasks to exit. They have no state to save."""
         self._state.are_servers_closed = True
@@ -416,20 +384,17 @@ class _Decision:
             return
         if state.is_ending:
             if now_s >= state.deadline_s and not state.is_killed:
-                self._kill_overdue()
+                # After the chief has exited, TensorFlow may block SIGTERM in workers and ps.
+                is_served_out = state.has_servers and not state.is_running(state.chief)
+                if not is_served_out and not state.verdict.restart:
+                    late = named(state.running)
+                    self._say(f"{late} did not exit within the grace period; killed")
+                self._kill()
         elif state.hang is not None:
             if now_s >= state.hang.due_s:
                 self._end_hang()
         elif now_s >= state.straggler_deadline_s:
             self._end_stragglers()
-
-    def _kill_overdue(self) -> None:
-        state = self._state
-        # After the chief has exited, TensorFlow may block SIGTERM in workers and ps.
-        is_served_out = state.has_servers and not state.is_running(state.chief)
-        if not is_served_out and not state.verdict.restart:
-            self._say(f"{named(state.running)} did not exit within the grace period; killed")
-        self._kill()
 
     @property
     def _straggler_s(self) -> float:

@@ -1,18 +1,17 @@
 """Process of a task: runs the program as ``python program args`` does, and sends heartbeats.
 
 Every task imports this module before its program, so it imports only fast standard modules.
-Importing `signal` takes milliseconds, and the main thread must be the first to import `threading`.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]
 import _thread
 import faulthandler
+import json
 import os
+import signal
 import sys
 import time
-from _json import encode_basestring  # not `json`: a program may have a module of that name
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
@@ -71,44 +70,24 @@ def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
 
 def _note(event: str, task: str, **fields: object) -> bytes:
     """Return a line that the launcher decodes with `tfdist.launch.events.decode_event`."""
-    line = _as_json({"event": event, "task": task, **fields})
+    line = json.dumps({"event": event, "task": task, **fields}, ensure_ascii=False)
     return f"{line}\n".encode(errors="backslashreplace")
-
-
-def _as_json(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_as_json(name)}: {_as_json(value[name])}" for name in value) + "}"
-    return encode_basestring(value) if isinstance(value, str) else str(value)
 
 
 def set_title(title: str) -> None:
     """Set this process's name in ``ps`` and ``top``, if setproctitle is installed.
 
-    Only the package's compiled module is loaded, because its Python module is slow to import.
     SPT_NOENV preserves /proc/<pid>/environ, where the guardian looks for the job's mark.
     """
-    from importlib.machinery import ExtensionFileLoader, PathFinder
-    from importlib.util import module_from_spec
-
-    package = PathFinder.find_spec("setproctitle")
-    places = package.submodule_search_locations if package else None
-    spec = PathFinder.find_spec("_setproctitle", places) if places else None
-    if spec is None or not isinstance(spec.loader, ExtensionFileLoader):
-        return
     os.environ["SPT_NOENV"] = "1"
     try:
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        module.setproctitle(title)
+        from setproctitle import setproctitle
+
+        setproctitle(title)
     except ImportError:
         return
     finally:
         del os.environ["SPT_NOENV"]
-        sys.modules.pop("_setproctitle", None)
 
 
 def run_program(
@@ -258,7 +237,7 @@ class _KerasFinder:
 
 # Heartbeat: one line per second to the launcher, and stack dumps on request.
 
-STACK_SIGNAL: int = _signal.SIGQUIT
+STACK_SIGNAL = signal.SIGQUIT
 """Signal that makes a task print all Python stacks, unless its program handles the signal."""
 
 _RETRY_S = 0.2
@@ -278,13 +257,13 @@ def start_heartbeat(notes_fd: int, *, task: str, every_s: float = 1.0) -> None:
         fd = os.open(f"/proc/self/fd/{notes_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # the launcher has exited
         return
-    before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _signal.valid_signals())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         _thread.start_new_thread(_beat, (fd, _identity(fd), task, every_s))
     except RuntimeError:  # cannot start a thread: without the pipe no heartbeat is expected
         os.close(fd)
     finally:
-        _signal.pthread_sigmask(_signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def print_stacks_on_request() -> None:
@@ -343,7 +322,6 @@ def _beat_note(task: str, started_s: float) -> bytes:
         state, awaited = phases.current(), phases.awaited()
         phase, step, first_step_s = phases.reported(), state.step, state.first_step_s
         since_s = max(state.since_s, started_s)  # `tfdist.phases` may be older than the fork
-    alone = sys.modules.get("tfdist.launch.alone")
     return _note(
         "beat",
         task,
@@ -353,6 +331,5 @@ def _beat_note(task: str, started_s: float) -> bytes:
         first_step_s=first_step_s,
         awaited=awaited
         and {"task": awaited.task, "since_s": awaited.since_s, "is_first": awaited.is_first},
-        is_alone=getattr(alone, "is_training", False),
         at_s=time.monotonic(),
     )

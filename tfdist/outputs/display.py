@@ -1,4 +1,4 @@
-"""Display of a run: progress and result on a terminal, scalars in TensorBoard, a plot.
+"""Display of a run: progress and result on a terminal, scalars in TensorBoard, empty plots.
 
 On a terminal the progress line is updated in place. Elsewhere a line is printed every ten seconds.
 If the launcher runs on a terminal, a task ends its line with a carriage return. The launcher then
@@ -12,12 +12,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from tfdist.errors import UsageError, require_packages
-from tfdist.outputs.run_directory import COUNTERS
+from tfdist.errors import require_packages
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +94,6 @@ class ProgressDisplay:
 
 
 def _number(value: float) -> str:
-    """Format a loss or metric."""
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
@@ -106,18 +103,14 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def show_result(summary: Mapping[str, Any], *, run_dir: str, plot: str | None) -> None:
-    """Print the summary of a run."""
-    rows = _result_rows(summary, run_dir=run_dir, plot=plot)
+def show_result(summary: Mapping[str, Any], *, run_dir: str) -> None:
+    rows = _result_rows(summary, run_dir=run_dir)
     width = max(len(label) for label, _ in rows)
     for label, value in rows:
         print(f"  {label:<{width}}  {value}", flush=True)
 
 
-def _result_rows(
-    summary: Mapping[str, Any], *, run_dir: str, plot: str | None
-) -> list[tuple[str, str]]:
-    """Return the label and value of each row."""
+def _result_rows(summary: Mapping[str, Any], *, run_dir: str) -> list[tuple[str, str]]:
     rows = [("result", str(summary["status"])), ("strategy", strategy_line(summary))]
     resumed = summary.get("resumed_from_step")
     steps = f"{summary['steps']:,}" + (f" (resumed from {resumed:,})" if resumed else "")
@@ -142,10 +135,8 @@ def _result_rows(
     if sizes := summary.get("ps_bytes"):
         held = [f"{server} {size:,} bytes" for server, size in sizes.items()]
         rows.append(("variables on", ", ".join(held)))
-    rows += [("weights", f"sha256 {summary['weights_sha256'][:16]}"), ("run directory", run_dir)]
-    if plot:
-        rows.append(("plot", plot))
-    return rows
+    weights = f"sha256 {summary['weights_sha256'][:16]}"
+    return [*rows, ("weights", weights), ("run directory", run_dir)]
 
 
 def strategy_line(summary: Mapping[str, Any]) -> str:
@@ -224,35 +215,6 @@ def tag(name: str) -> str:
     return name if name in ("learning_rate", "examples_per_second") else f"train/{name}"
 
 
-# Plot of a run: loss and metrics over steps, training and validation.
-
-
-_TRAINING, _VALIDATION = "#1f5fa8", "#d1661a"
-
-
-def draw_plot(
-    lines: Sequence[Mapping[str, Any]], path: str | os.PathLike[str], *, title: str
-) -> Path | None:
-    """Plot the lines of `metrics.jsonl` to a PNG file and return its path.
-
-    Logs the reason and returns `None` if matplotlib is not installed or no line was written.
-    """
-    if not lines:
-        logger.info("no plot: no virtual epoch has finished")
-        return None
-    names = _panels(lines)
-    try:
-        figure, axes_of_panels = empty_panels("plot", columns=len(names), width=5.2)
-    except UsageError as error:
-        logger.info("no plot: %s; %s", error.problem, error.fix)
-        return None
-    for axes, name in zip(axes_of_panels, names, strict=True):
-        _draw_panel(axes, lines, name)
-    figure.suptitle(title, fontsize=12)
-    figure.savefig(path)
-    return Path(path)
-
-
 def empty_panels(where: str, *, columns: int = 1, width: float = 6.4) -> tuple[Any, list[Any]]:
     """Return a figure and its panels, without pyplot or a display.
 
@@ -269,39 +231,3 @@ def empty_panels(where: str, *, columns: int = 1, width: float = 6.4) -> tuple[A
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     return figure, axes_of_panels
-
-
-def _panels(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the metrics to plot: at most three, loss first."""
-    names = [
-        name
-        for name, value in lines[-1].items()
-        if name not in COUNTERS
-        and not name.startswith("val_")
-        and isinstance(value, (int, float, type(None)))
-    ]
-    return sorted(names, key=lambda name: name != "loss")[:3] or ["loss"]
-
-
-def _draw_panel(axes: Any, lines: Sequence[Mapping[str, Any]], name: str) -> None:
-    for key, label, color, marker in (
-        (name, "training", _TRAINING, "o"),
-        (f"val_{name}", "validation", _VALIDATION, "s"),
-    ):
-        points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        if points:
-            last = f"{label}, last {points[-1][1]:.4g}"
-            axes.plot(*zip(*points, strict=True), label=last, color=color, marker=marker, ms=3.5)
-    words = name.replace("_", " ")
-    axes.set_title(words.capitalize(), loc="left", fontsize=10)
-    axes.set_xlabel("step (optimizer updates)")
-    is_share = "accuracy" in name
-    unit = {"loss": " (mean per example)"}.get(name, " (fraction of examples)" if is_share else "")
-    axes.set_ylabel(words + unit)
-    if is_share:
-        axes.set_ylim(top=1.005)
-    elif all((line.get(key) or 0) >= 0 for line in lines for key in (name, f"val_{name}")):
-        axes.set_ylim(bottom=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    if axes.lines:
-        axes.legend(frameon=False, fontsize=9)

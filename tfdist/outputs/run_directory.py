@@ -50,7 +50,6 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self.summary_file = self.path / "summary.json"
         self.model_file = self.path / "model.keras"
-        self.plot_file = self.path / "metrics.png"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
 
@@ -111,7 +110,6 @@ class RunDirectory:
         return config and {key: config[key] for key in config if key not in _REMOVED_FIELDS}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary of the run atomically."""
         with self._one_line_errors():
             write_text(self.summary_file, to_json(summary, indent=1) + "\n")
 
@@ -202,7 +200,6 @@ class Evaluations:
         return [*(past for past in self.lines() if past["step"] < line["step"]), dict(line)]
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all lines."""
         with self._one_line_errors():
             _write_lines(self.metrics_file, lines)
 

@@ -119,13 +119,13 @@ class Trial:
     began_at: float | None = None
     ended_at: float | None = None
     started_at: float | None = None
-    """Time of its last start, `None` while it does not run."""
+    """Time of its last start, `None` if it does not run."""
     ran_s: float = 0.0
     """Total run time of its ended jobs in seconds."""
     asked: Mapping[str, Any] | None = None
-    """Values requested by its program, including fixed ones, `None` if not known yet."""
+    """Values requested by its program, including fixed values, `None` if not known yet."""
     measured_by: tuple[str, ...] | None = None
-    """Trials that were completed at the first start of this trial, `None` before the start."""
+    """Trials that were completed at the first start of this trial, `None` if it did not start."""
 
     @property
     def is_over(self) -> bool:
@@ -150,14 +150,13 @@ class SweepState:
     begun: Mapping[str, Any] = field(default_factory=dict)
     trials: dict[str, Trial] = field(default_factory=dict)
     finished: str | None = None
-    """Reason for the end of the sweep, `None` while it runs."""
+    """Reason for the end of the sweep, `None` if it still runs."""
     is_complete: bool = False
     """Whether the sweep ended because all trials were done."""
     retrained: str | None = None
     """Trial with the values for the final training, `None` if there is no final training."""
 
     def apply(self, line: Mapping[str, Any]) -> None:
-        """Apply one line of the journal."""
         event = line["event"]
         if event == "begun":
             self.begun = line
@@ -204,7 +203,6 @@ class SweepState:
 
     @property
     def is_max(self) -> bool:
-        """Return whether a higher score is better."""
         return self.begun.get("direction") == "max"
 
     @property
@@ -215,12 +213,6 @@ class SweepState:
             for name, value in trial.hyperparameters.items():
                 seen.setdefault(name, set()).add(str(value))
         return [name for name, values in seen.items() if len(values) > 1] or list(seen)
-
-    @property
-    def on_log_scale(self) -> set[str]:
-        """Return the hyperparameters that are sampled on a logarithmic scale."""
-        space = (entry["config"] for entry in self.begun.get("space", ()))
-        return {one["name"] for one in space if "log" in str(one.get("sampling"))}
 
     @property
     def num_failed(self) -> int:

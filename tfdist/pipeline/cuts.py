@@ -57,7 +57,7 @@ class CutPoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelPart:
-    """One stage of a model.
+    """Stage of a model.
 
     Attributes:
       module: Keras model of the stage, which shares the layers of the whole model. It maps a flat
@@ -113,7 +113,7 @@ class LayerGraph:
                 code="no-layer-graph",
             )
         functional, self._inside = _in_place(functional)
-        by_depth = functional._nodes_by_depth  # `operations` has one call a layer
+        by_depth = functional._nodes_by_depth  # `operations` has a single call per layer
         nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth]]
         self.nodes: list[Any] = [node for node in nodes if not node.is_input]
         self._inputs = [node for node in nodes if node.is_input]
@@ -183,7 +183,7 @@ class LayerGraph:
         names = dict.fromkeys(repr(node.operation.name) for node in nodes)
         if len(names) == 1:
             return f"layer {named(names)} is called {len(nodes)} times with {path!r}"
-        return f"layers {named(names)} share {path!r} and must be in one stage"
+        return f"layers {named(names)} share {path!r} and must be in the same stage"
 
     def behind_layers(self, names: Sequence[str]) -> list[int]:
         """Return the positions of cuts after the last call of each named layer.
@@ -407,7 +407,7 @@ def _bytes(tensor: Any) -> int:
 
 
 def one_or_list(tensors: list[Any]) -> Any:
-    """Return the single tensor, or the list. A list of one makes a model's call warn."""
+    """Return the single tensor, or the list. A list of length 1 makes a model's call warn."""
     return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -415,7 +415,7 @@ def one_or_list(tensors: list[Any]) -> Any:
 
 
 def possible_places(graph: LayerGraph, *, num_stages: int) -> list[CutPoint]:
-    """Return the places crossed by one tensor, or by at most two tensors if there are few places.
+    """Return the places crossed by a single tensor, or by at most two if there are few places.
 
     Raises:
       UsageError: the model has fewer such places than cuts.
@@ -545,7 +545,7 @@ class _Computed(NamedTuple):
 def _computed(
     graph: LayerGraph, positions: Sequence[int], inputs: Sequence[Any]
 ) -> list[_Computed]:
-    """Return the parts between the positions, computed one after the other."""
+    """Return the parts between the positions, computed in sequence."""
     found: list[_Computed] = []
     values: dict[int, Any] = {}
     for part in graph.divided(positions):
@@ -683,7 +683,7 @@ def segments_of(
 ) -> list[list[ModelPart]]:
     """Return the segments of each stage that need the least memory.
 
-    A stage holds the inputs of its segments for `kept` micro-batches, and the outputs of one
+    A stage holds the inputs of its segments for `kept` micro-batches, and the outputs of a
     segment's layers.
     """
     stages = zip(runs(positions, len(graph.nodes)), kept, strict=True)

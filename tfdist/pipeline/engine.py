@@ -22,11 +22,11 @@ from tfdist.errors import PeerLost
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.stage import MicroBatch, Stage, StageLinks, Tensors
-from tfdist.pipeline.staged import StagedModel, staged_model
+from tfdist.pipeline.staged_model import StagedModel, staged_model
 from tfdist.pipeline.union import making_empty_slots
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import rows_of_all_tasks
-from tfdist.strategy.stages import Stages
+from tfdist.strategy.pipeline_setup import Stages
 from tfdist.training import keras_compat
 from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Feed, Part, rows_of
@@ -204,7 +204,7 @@ class PipelineEngine(Engine):
         rows = len(program.feed.plan.span(step))
         micros = [1, *(place.count * 2**k for k in range(5))]
         sizes = sorted({-(-rows // (place.pipelines * each)) for each in micros}, reverse=True)
-        for _ in range(2):  # one measurement may be noisy: try near-best sizes again
+        for _ in range(2):  # a measurement may be noisy: try near-best sizes again
             for size in sizes:
                 place.chosen.split_size = size
                 took_s = self._timed(staged, program, step, batch)
@@ -224,7 +224,7 @@ class PipelineEngine(Engine):
         """Return the fastest time of a step's passes in seconds. Restore changed variables."""
         batches = self._micro_batches(staged, program, step, batch)
         changed = [(v, v.numpy()) for v in (*staged.statistics, *staged.metrics)]
-        # Compile before timing: one micro-batch of each size, or all if they are one call.
+        # Compile before timing: a micro-batch of each size, or all if a single call runs them.
         sizes = {int(batch.share * 1e6): batch for batch in batches}
         whole = staged.stage.keep == "compiled"
         self._timed_passes(staged, step, batches if whole else list(sizes.values()))

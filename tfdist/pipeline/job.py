@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.cluster import KINDS, JobOptions, TaskConfig, settings
-from tfdist.strategy import Job, devices, rendezvous, stages
-from tfdist.strategy.stages import PipelineOptions
+from tfdist.strategy import Job, devices, pipeline_setup, rendezvous
+from tfdist.strategy.pipeline_setup import PipelineOptions
 
 
 def pipeline_job(
@@ -20,7 +20,7 @@ def pipeline_job(
     **of_other_kinds: Any,
 ) -> Job:
     """Return the job, with the connections to all tasks and to the neighbouring stages."""
-    place, ring = stages.join(
+    place, ring = pipeline_setup.join(
         config,
         pipeline or PipelineOptions(),
         timeout_s=options.startup_timeout_s,

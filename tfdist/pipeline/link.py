@@ -1,4 +1,4 @@
-"""Link between two neighbouring stages: arrays in both directions over one socket.
+"""Link between two neighbouring stages: arrays in both directions over a socket.
 
 One thread sends queued messages and one thread receives in advance, so that a stage computes during
 transfers. The schedule, which both ends know, bounds the number of queued messages. The module uses
@@ -27,7 +27,7 @@ _ERROR = "error"
 
 
 class StageLink:
-    """One end of a link: a socket connected to the neighbour with this name."""
+    """End of a link: a socket connected to the neighbour with this name."""
 
     def __init__(self, end: socket.socket, *, name: str) -> None:
         self._end, self._name = end, name

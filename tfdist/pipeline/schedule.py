@@ -21,7 +21,7 @@ _TOLERANCE = 0.03
 
 
 class Pass(NamedTuple):
-    """One pass of a stage: its direction and the index of its micro-batch."""
+    """Pass of a stage: its direction and the index of its micro-batch."""
 
     forward: bool
     micro: int
@@ -34,7 +34,7 @@ def passes(kind: str, *, stage: int, stages: int, micros: int) -> list[Pass]:
     gradients have the same bits.
 
     ``1f1b`` keeps the activations of two micro-batches more than the number of remaining stages.
-    ``gpipe`` keeps the activations of all. ``serial`` runs one micro-batch at a time.
+    ``gpipe`` keeps the activations of all. ``serial`` runs the micro-batches in sequence.
     """
     require_one_of("schedule", kind, SCHEDULES)
     if kind == "gpipe":
@@ -52,7 +52,7 @@ def passes(kind: str, *, stage: int, stages: int, micros: int) -> list[Pass]:
 def micro_sizes(batch: int, *, split_size: int) -> list[int]:
     """Return the sizes of the fewest micro-batches with at most `split_size` examples each.
 
-    The sizes differ by at most one. The loss weights a micro-batch by its share of the batch.
+    The sizes differ by at most 1. The loss weights a micro-batch by its share of the batch.
     """
     count = max(1, -(-batch // split_size))
     bounds = [batch * k // count for k in range(count + 1)]

@@ -1,11 +1,11 @@
-"""Stage: forward and backward passes of one part of a model, and its sums of gradients.
+"""Stage: forward and backward passes of a part of a model, and its sums of gradients.
 
 A pass is a compiled function, and a Python loop runs the passes in the order of the schedule.
 Between the two passes of a micro-batch, an eager `tf.GradientTape` keeps the activations. With
 ``recompute`` the stage keeps only inputs and computes the forward pass again, segment by segment.
-Then only one segment's activations use memory (Chen et al., 2016, arXiv:1604.06174). If a backward
-pass directly follows its forward pass, one function computes both. With ``compiled``, or with one
-micro-batch, one function computes the whole step. In its graph the passes run in sequence.
+Memory holds a single segment's activations (Chen et al., 2016, arXiv:1604.06174). If a backward
+pass directly follows its forward pass, the same function computes both. With ``compiled``, or with
+one micro-batch, a single function computes the whole step. In its graph the passes run in sequence.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class _Kept:
 
 
 class Stage:
-    """Computation of one stage of a model. Several micro-batches may be in flight.
+    """Computation of a stage of a model. Several micro-batches may be in flight.
 
     Args:
       parts: The stage, or its segments in order. With several segments, every segment except the
         last keeps only its inputs and computes its activations again.
-      keep: ``tape`` keeps activations. ``compiled`` keeps them inside one call for the whole step.
-        ``recompute`` computes them again. ``nothing`` lets the last segment run both passes of a
-        micro-batch in one call.
+      keep: ``tape`` keeps activations. ``compiled`` keeps them inside a single call for the whole
+        step. ``recompute`` computes them again. ``nothing`` lets the last segment run both passes
+        of a micro-batch in a single call.
       loss_of: Loss function of the last stage, traced in the forward pass. It may update metrics.
       scaled: Function that scales a loss before the gradients.
       micros: Function that returns the number of micro-batches of a whole step.
@@ -104,7 +104,7 @@ class Stage:
     ) -> None:
         """Run the passes of a step in their order. `take_sums` returns the gradients."""
         given = tf.constant(step, tf.int64), tuple(order), list(batches)
-        # With one micro-batch, one call for both passes is faster than two calls.
+        # With a single micro-batch, a call for both passes is faster than two calls.
         if self.keep == "compiled" or (self.keep == "tape" and len(batches) == 1):
             (whole,) = self.segments
             if self._whole_step is None:
@@ -451,7 +451,7 @@ def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:
 # Messages between the passes of neighbouring stages, also from inside a graph.
 #
 # In a graph `tf.numpy_function` blocks a TensorFlow thread while it waits for a message. Each pass
-# of a traced step therefore waits for the previous pass, so that only one such call runs.
+# of a traced step therefore waits for the previous pass, so that calls never overlap.
 
 
 class StageLinks:

@@ -1,8 +1,8 @@
 """Parameter server engine: the chief dispatches ranges of steps to workers.
 
-A step is one update by one worker. The chief sends arrays to a worker once, and the worker keeps
-them. A worker returns the metrics of its range with the result, and the chief adds them up. Counts
-never depend on a variable that several workers write at once.
+A step is an update by a single worker. The chief sends arrays to a worker once, and the worker
+keeps them. A worker returns the metrics of its range with the result, and the chief adds them up.
+Counts never depend on a variable that several workers write at once.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ class ParameterServerEngine(Engine):
             with self._nothing_left_after_an_error():
                 self._worker_pool.wait_until_begun()
             # In order of dispatch, so that sums do not depend on which worker finished first.
-            self._take(list(itertools.takewhile(lambda p: p.future.done(), self._under_way)))
+            self._collect(list(itertools.takewhile(lambda p: p.future.done(), self._under_way)))
         else:
             self.finish(program)
         return work.logs
 
     def finish(self, program: StepProgram) -> dict[str, float]:
         """Wait for the work units that `run` left in flight. Return the last step's logs."""
-        self._take(list(self._under_way))
+        self._collect(list(self._under_way))
         return self._work[program].logs if program in self._work else {}
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class ParameterServerEngine(Engine):
     def steps_under_way(self) -> int:
         return sum(unit.last - unit.first for unit in self._under_way)
 
-    def _take(self, units: Sequence[DispatchedBlock]) -> None:
+    def _collect(self, units: Sequence[DispatchedBlock]) -> None:
         with self._nothing_left_after_an_error():
             for unit in units:
                 self._account(unit, unit.future.result())
@@ -332,7 +332,7 @@ class Work:
             numbers = np.append(numbers, self._counts_of_step_0 + first * self._counts_each)
         with adding_in_order():
             found = self._closure(given, tf.constant(numbers))
-        return keras.tree.map_structure(_fetched, found)
+        return keras.tree.map_structure(_as_numpy, found)
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
         """Add the totals and set the logs of a range. Return the staleness of its steps."""
@@ -382,7 +382,7 @@ class Work:
             parallel_iterations=1,
         )[0]
         stale = self._clock.staleness(end.ages) if self._clock else tf.zeros([0])
-        # One vector, because each tensor would be a separate message.
+        # A single vector, because each tensor would be a separate message.
         parts = [tf.reshape(tf.cast(p, tf.float64), [-1]) for p in (*end.totals, end.logs, stale)]
         return tf.concat(parts, 0), [[row.stack() for row in noted] for noted in end.rows]
 
@@ -456,7 +456,7 @@ class Work:
         return returned[0], [local[id(v)] for v in program.metrics] if totals else []
 
 
-def _fetched(value: Any) -> Any:
+def _as_numpy(value: Any) -> Any:
     """Return a worker's result as an array or number. Ragged and sparse values keep their type."""
     if isinstance(value, tf.Tensor):
         return value.numpy()
@@ -535,7 +535,7 @@ class UpdateClock:
         kept = dict(zip(self._counts, ages, strict=True))
         for device in self._counting:
             with tf.device(device), tf.control_dependencies(writes.get(device, [])):
-                # Adds 1 and returns the value before it, in one operation.
+                # An atomic operation adds 1 and returns the previous value.
                 number = tf.raw_ops.ResourceCountUpTo(
                     resource=self._counts[device].handle, limit=_NO_LIMIT, T=tf.int64
                 )

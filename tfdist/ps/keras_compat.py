@@ -33,7 +33,7 @@ class UpdateCounts:
     """Update counts that optimizers see while a step is traced. Create it in the step's graph.
 
     Args:
-      given: Updates made by the earlier steps, int64 ``[optimizers]``, one number for each of the
+      given: Updates made by the earlier steps, int64 ``[optimizers]``, a number for each of the
         variables in `followed`.
     """
 
@@ -120,9 +120,9 @@ def _growing_past_the_step(
 #
 # Keras reads a sum of gradients, adds to it and writes it. An update reads the sums on the worker
 # and sets them to 0 at its end. Gradients that others add meanwhile are lost, and two simultaneous
-# updates use the same sum. Here one operation adds a gradient. An update subtracts from a sum the
-# value that it read, on the server and under a lock. Elements that are not finite restart at 0, as
-# in Keras.
+# updates use the same sum. Here an atomic operation adds a gradient. An update subtracts from a sum
+# the value that it read, on the server and under a lock. Elements that are not finite restart at 0,
+# as in Keras.
 # Ended by: no release, Keras 3.15.1 included.
 
 
@@ -131,11 +131,11 @@ def taken(variable: Any) -> tf.Tensor:
     parts = []
     for part in parts_of(variable._value):
         with tf.device(part.device):
-            parts.append(_take(part))
+            parts.append(_take_sum(part))
     return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
 
-def _take(part: Any) -> tf.Tensor:
+def _take_sum(part: Any) -> tf.Tensor:
     mutex = tf.raw_ops.MutexV2(shared_name=f"taken/{part._unique_id}")
     lock = tf.raw_ops.MutexLock(mutex=mutex)
     with tf.control_dependencies([lock]):
@@ -240,7 +240,7 @@ def _on_their_servers(
     return None
 
 
-# The parameter servers apply Muon's weight decay, in one operation per weight.
+# The parameter servers apply Muon's weight decay, an operation per weight.
 #
 # Muon has its own weight decay, which reads and writes each weight on the worker. Writes by other
 # workers between that read and that write are lost.

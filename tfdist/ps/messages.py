@@ -21,7 +21,7 @@ def tasks_of_captures(graph: Any) -> dict[str, str]:
 
 
 def task_of(operation: tf.Operation, captured: Mapping[str, str]) -> str:
-    """Return the task that runs an operation: a server if it holds one of its variables."""
+    """Return the task that runs an operation: a server if it holds a variable of the operation."""
     places = (captured.get(t.name, WORKER) for t in operation.inputs if t.dtype == tf.resource)
     return next((one for one in places if one != WORKER), _task_of_device(operation.device))
 
@@ -95,7 +95,7 @@ def is_small(value: Any) -> bool:
     return bool(value.shape.num_elements() * value.dtype.size <= _SMALL_BYTES)
 
 
-# Reads of a step from parameter servers: one read per variable, small variables packed together.
+# Reads of a step from parameter servers: a read per variable, small variables packed together.
 #
 # Layers and regularizers read a variable anew each time. TensorFlow also sends a message if it only
 # needs to know that a value on another task exists, such as a kernel with a known shape.
@@ -117,7 +117,7 @@ def read_together(operations: Sequence[tf.Operation]) -> None:
             _give(tf.identity(values[0]), uses)
     for (server, _), small in alike.items():
         values = [value for value, _ in small]
-        for here, (_, uses) in zip(_fetched(values, server=server), small, strict=True):
+        for here, (_, uses) in zip(_received_packed(values, server=server), small, strict=True):
             _give(here, uses)
 
 
@@ -152,8 +152,8 @@ def _uses_by_worker(
     ]
 
 
-def _fetched(values: list[tf.Tensor], *, server: str) -> list[tf.Tensor]:
-    """Return `values` on the worker, sent by their server as one tensor."""
+def _received_packed(values: list[tf.Tensor], *, server: str) -> list[tf.Tensor]:
+    """Return `values` on the worker, sent by their server as a single tensor."""
     if len(values) == 1:
         return [tf.identity(values[0])]
     with tf.device(server):

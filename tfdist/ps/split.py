@@ -1,7 +1,7 @@
-"""Split variable: rows on several parameter servers, one variable to Keras.
+"""Split variable: rows on several parameter servers, a single variable to Keras.
 
 Keras' tapes, optimizers and files do not accept TensorFlow's own `ShardedVariable`, which has no
-`handle` and no `numpy`. A split variable here stays one Keras variable. Layers read its whole
+`handle` and no `numpy`. A split variable here stays a Keras variable. Layers read its whole
 value. A step concatenates the parts once, and again only after it has written to them. Files and
 checkpoints hold the whole value, so they do not depend on the number of servers. Only an
 optimizer's update runs part by part, on the part's server, with its rows of gradient and slots.
@@ -256,7 +256,7 @@ _BY_ROWS = (
 
 
 def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Raise UsageError if the optimizer needs a whole variable and one is split."""
+    """Raise UsageError if the optimizer needs whole variables and a variable is split."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     split = [v for v in variables if isinstance(getattr(v, "value", v), SplitVariable)]
     by_rows = tuple(getattr(keras.optimizers, name) for name in _BY_ROWS)
@@ -265,6 +265,6 @@ def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
     raise UsageError(
         "optimizer",
         f"{type(optimizer).__name__} cannot update {split[0].path}, because it is split",
-        fix=f"leave out --split_bytes, or use one of {', '.join(_BY_ROWS)}",
+        fix=f"leave out --split_bytes, or use an optimizer of this list: {', '.join(_BY_ROWS)}",
         code="unsupported-optimizer",
     )

@@ -1,4 +1,4 @@
-"""Worker pool of a ps job: dispatches each work unit to one live worker.
+"""Worker pool of a ps job: dispatches each work unit to a live worker.
 
 Each work unit runs on the next free worker, so a slow worker gets fewer units. If a worker dies,
 another worker reruns its unit. The worker gets work again after it reconnects. The job continues
@@ -29,7 +29,7 @@ from tfdist.ps.members import Members
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
 _GONE_S = 4.0  # silence after which a ps, or a worker with a work unit, counts as dead
-_MAX_LOSSES = 5  # workers lost during one work unit before the unit counts as the cause
+_MAX_LOSSES = 5  # workers lost during a work unit before the unit counts as the cause
 _MAX_FAILURES = 3  # in a row, of a live worker. A worker that restarted unnoticed fails once
 
 # Messages of the runtime for a worker that restarted between two calls.
@@ -95,7 +95,7 @@ class WorkUnit:
 
 
 class WorkerPool:
-    """Worker pool with a thread per worker. A worker runs one work unit at a time."""
+    """Worker pool with a thread per worker. A worker runs a single work unit at a time."""
 
     def __init__(self, members: Members, *, patience_s: float) -> None:
         self._members = members
@@ -162,7 +162,7 @@ class WorkerPool:
                 life += 1
                 executor = tf_executor.new_executor(enable_async=False)
             incarnation = WorkerIncarnation(worker_index=worker, life=life)
-            unit = self._take(incarnation)
+            unit = self._next_unit(incarnation)
             if unit is None:
                 return
             if unit.losses and not self._members.answers(worker):
@@ -193,7 +193,7 @@ class WorkerPool:
         time.sleep(_PROBE_EVERY_S)
         return False
 
-    def _take(self, incarnation: WorkerIncarnation) -> WorkUnit | None:
+    def _next_unit(self, incarnation: WorkerIncarnation) -> WorkUnit | None:
         """Wait for the next work unit and return it, or `None` after the pool has failed."""
         with self._changed:
             self._changed.wait_for(

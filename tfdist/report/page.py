@@ -154,7 +154,6 @@ def _command(run: Run) -> dict[str, object]:
 
 
 def _run_section(run: Run, index: int) -> str:
-    """Return the section of a run."""
     totals = _totals(run)
     used = [part for part in PARTS if any(parts.get(part) for parts in totals.values())]
     legend = "".join(
@@ -290,7 +289,6 @@ class FoldedTime:
         return cls(run.begin, long, active / 40)
 
     def at(self, moment: float) -> float:
-        """Return the position of a moment in seconds."""
         position = moment - self.begin
         for left, right in self.gaps:
             inside = min(max(0.0, moment - left), right - left)

@@ -65,7 +65,6 @@ class Series:
 
     @property
     def known(self) -> list[tuple[float, float]]:
-        """Return the finite points."""
         return [(x, y) for x, y in self.points if math.isfinite(y)]
 
 
@@ -143,16 +142,12 @@ def chart(
         f"{escape(one.name)}, last {number(one.points[-1][1])}</li>"
         for one in shown
     )
-    svg = _svg(parts, label=title, width=_WIDTH, height=_HEIGHT, axis=x_label)
+    svg = (
+        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(title)}" '
+        f'data-axis="{escape(x_label)}">{"".join(parts)}</svg>'
+    )
     readout = '<p class="readout"></p>'
     return card(f'<h3>{escape(title)}</h3><ul class="legend">{legend}</ul>{readout}{svg}')
-
-
-def _svg(parts: Sequence[str], *, label: str, width: float, height: float, axis: str = "") -> str:
-    return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}" '
-        f'data-axis="{escape(axis)}">{"".join(parts)}</svg>'
-    )
 
 
 def _grid(x_of: Scale, y_of: Scale, x_label: str) -> list[str]:
@@ -225,80 +220,6 @@ def _hits(shown: Sequence[Series], x_of: Scale, x_label: str) -> list[str]:
     return parts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Axis:
-    """An axis of parallel coordinates: its name, and its ticks at heights from 0 to 1."""
-
-    name: str
-    ticks: Sequence[tuple[float, str]]
-
-
-def axis_of(name: str, values: Sequence[object], *, is_log: bool) -> tuple[Axis, dict[str, float]]:
-    """Return an axis and the height of each value: numbers by size, other values in sort order."""
-    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) < len(values) or not numbers:
-        words = sorted({str(value) for value in values})
-        heights = {word: (i + 0.5) / len(words) for i, word in enumerate(words)}
-        return Axis(name=name, ticks=[(heights[word], word) for word in words]), heights
-    on_log = is_log and min(numbers) > 0
-
-    def raw(value: float) -> float:
-        return math.log10(value) if on_log else value
-
-    scale = Scale(raw(min(numbers)), raw(max(numbers)), 0.0, 1.0)
-    heights = {str(value): scale.at(raw(value)) for value in numbers}
-    at = sorted(set(numbers))
-    if len(at) > 5:
-        inner = ticks(scale.low, scale.high, most=3)
-        at = [at[0], *([10**tick for tick in inner] if on_log else inner), at[-1]]
-    shown: list[tuple[float, str]] = []
-    for height, text in sorted((scale.at(raw(value)), f"{value:.3g}") for value in at):
-        if not shown or height - shown[-1][0] > 0.08:
-            shown.append((height, text))
-    return Axis(name=name, ticks=shown), heights
-
-
-def parallel_coordinates(
-    axes: Sequence[Axis],
-    lines: Sequence[Sequence[float | None]],
-    *,
-    tips: Sequence[str],
-    label: str,
-) -> str:
-    """Return parallel coordinates. The first (best) line is thick, and worse lines are fainter.
-
-    A line has a height for each axis, or `None` if it has no value there.
-    """
-    width, height, top, bottom = max(400.0, 150.0 * len(axes)), 280.0, 40.0, 16.0
-    step = (width - 150) / max(1, len(axes) - 1)
-    x_of = [75 + step * i for i in range(len(axes))]
-    y_of = Scale(0.0, 1.0, height - bottom, top)
-    parts = []
-    for rank, (line, tip) in reversed([*enumerate(zip(lines, tips, strict=True))]):
-        css = "cross" if rank else "cross best"
-        opacity = 1.0 - 0.3 * rank / len(lines)
-        at = [(x, y_of.at(y)) for x, y in zip(x_of, line, strict=True) if y is not None]
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
-        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in at)
-        parts.append(
-            f'<g class="{css}" style="opacity:{opacity:.2f}"><title>{escape(tip)}</title>'
-            f'<polyline class="line" points="{points}"/>{dots}</g>'
-        )
-    for x, axis in zip(x_of, axes, strict=True):
-        parts.append(
-            f'<line class="spine" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{height - bottom}"/>'
-        )
-        parts.append(
-            f'<text class="axis-name mid" x="{x:.1f}" y="{top - 18}">{escape(axis.name)}</text>'
-        )
-        parts += [
-            f'<text class="tick halo" x="{x + 5:.1f}" y="{y_of.at(at) + 4:.1f}">'
-            f"{escape(text)}</text>"
-            for at, text in axis.ticks
-        ]
-    return _svg(parts, label=label, width=width, height=height)
-
-
 MAX_ROWS = 60
 """Maximum rows of attempts, tasks of a timeline, failures, checkpoints and fields."""
 
@@ -309,7 +230,6 @@ def section(title: str, content: str) -> str:
 
 
 def card(content: str, css: str = "") -> str:
-    """Return a card."""
     return f'<div class="card {css}">{content}</div>'
 
 
@@ -363,7 +283,6 @@ def table(head: Iterable[str], rows: Iterable[Sequence[str]], *, numbers: int | 
 
 
 def badge(status: str) -> str:
-    """Return a status as a badge."""
     word = status.split(":")[0]
     css = {"done": "good", "finished": "good", "completed": "good", "running": "live"}.get(word)
     css = css or ("bad" if word.startswith("failed") else "warn")

@@ -125,7 +125,6 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Return the number of steps done."""
         told = [self.summary.get("steps"), self.live.get("step"), self.last("step")]
         return max((int(step) for step in told if isinstance(step, int | float)), default=None)
 

@@ -7,15 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from tfdist.errors import TfdistError, require
 from tfdist.files import is_held
 from tfdist.outputs.sweep_journal import JOURNAL, LOCK, TRIALS, SweepState, Trial, fold, read
 from tfdist.report.pieces import (
-    Axis,
     Series,
-    axis_of,
     badge,
     card,
     cards,
@@ -23,7 +20,6 @@ from tfdist.report.pieces import (
     duration,
     figures,
     number,
-    parallel_coordinates,
     section,
     table,
     text,
@@ -32,7 +28,7 @@ from tfdist.report.pieces import (
 from tfdist.report.run import Run, read_run, reading
 
 _MAX_TRIALS = 500
-_MAX_AXES = 10
+_MAX_COLUMNS = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,52 +100,9 @@ def sweep_section(sweep: SweepRecord, index: int, link_of: Mapping[Path, str]) -
         f"<h1>{escape(sweep.name)} {badge(sweep.status)}</h1>"
         f'<p class="path">{escape(str(sweep.path))}</p>'
         f'<p class="soft">{escape(state.finished or "")}</p>'
-        f"{figures(known)}{section('Hyperparameters', _parallel(state))}"
-        f"{section('Scores', cards([_scores(state)]))}"
+        f"{figures(known)}{section('Scores', cards([_scores(state)]))}"
         f"{section('Trials', _trials(sweep, link_of))}</section>"
     )
-
-
-def coordinates(
-    state: SweepState, *, most: int
-) -> tuple[list[Axis], list[tuple[float | None, ...]]]:
-    """Return the axes of parallel coordinates and the heights of each completed trial on them.
-
-    Trials are ranked. The axes are at most `most` hyperparameters, and the score.
-    """
-    trials, objective = state.ranked(), state.begun["objective"]
-    columns: dict[str, list[Any]] = {
-        name: [t.hyperparameters.get(name) for t in trials] for name in state.varied[:most]
-    }
-    axes: list[Axis] = []
-    heights: list[list[float | None]] = []
-    for name, values in (*columns.items(), (objective, [t.score for t in trials])):
-        known = [value for value in values if value is not None]
-        axis, height_of = axis_of(name, known, is_log=name in state.on_log_scale)
-        axes.append(axis)
-        heights.append([height_of.get(str(value)) for value in values])
-    return axes, list(zip(*heights, strict=True))
-
-
-def _parallel(state: SweepState) -> str:
-    if not state.scores or not state.varied:
-        return ""
-    axes, lines = coordinates(state, most=_MAX_AXES)
-    tips = [_tip(trial, state.begun["objective"]) for trial in state.ranked()]
-    label = "Parallel coordinates of the trials"
-    svg = parallel_coordinates(axes, lines, tips=tips, label=label)
-    return card(
-        '<ul class="legend"><li><span class="key" style="color:var(--c1)"></span>best trial</li>'
-        '<li><span class="key" style="color:var(--c0)"></span>others (better: stronger)</li>'
-        "</ul>"
-        f'<div style="min-width:{130 * len(axes)}px">{svg}</div>',
-        "scroll",
-    )
-
-
-def _tip(trial: Trial, objective: str) -> str:
-    values = [f"{name}: {text(value)}" for name, value in trial.hyperparameters.items()]
-    return "\n".join([f"trial {trial.id}: {objective} {number(trial.score)}", *values])
 
 
 def _scores(state: SweepState) -> str:
@@ -163,7 +116,7 @@ def _scores(state: SweepState) -> str:
 
 
 def _trials(sweep: SweepRecord, link_of: Mapping[Path, str]) -> str:
-    state, names = sweep.state, sweep.state.varied[:_MAX_AXES]
+    state, names = sweep.state, sweep.state.varied[:_MAX_COLUMNS]
     best = state.ranked()[:1]
     rows = [
         [

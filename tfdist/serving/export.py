@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import keyword
 import logging
 import os
@@ -135,7 +134,6 @@ def export_model(
                 "keras": keras.__version__,
             }
             manifest |= _checked(export, samples, wanted, apart=apart)
-            _warn_of_others(target, manifest)
             manifest |= {"weights_sha256": weights_sha256(model), **(origin or {})}
             _write_warm_up(unfinished, name, export.named(samples))
             write_json(unfinished / MANIFEST, manifest)
@@ -216,8 +214,8 @@ def _checked(export: _Export, samples: Any, wanted: Any, *, apart: Any) -> dict[
     if not by_example:
         _LOG.warning(
             "export: an example's outputs depend on its batch, or the check needs samples=... with "
-            "different examples. tfdist.serve will compute each request separately. Start "
-            "TensorFlow Serving without --enable_batching"
+            "different examples. tfdist.serve will compute each request separately. If "
+            "you use TensorFlow Serving, start it without --enable_batching"
         )
     return {
         "by_example": by_example,
@@ -246,21 +244,6 @@ def _is_by_example(export: _Export, samples: Any) -> bool:
     except tf.errors.OpError:
         return False
     return True
-
-
-def _warn_of_others(target: Path, manifest: Mapping[str, Any]) -> None:
-    """Warn if the inputs or outputs differ from the previous version, which can break clients."""
-    numbers = {version_number(path.name) or 0: path for path in target.parent.iterdir()}
-    before = max((number for number in numbers if number < int(target.name)), default=0)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((numbers[before] / MANIFEST).read_text())
-        for key in ("inputs", "outputs"):
-            if found[key] != manifest[key]:
-                _LOG.warning(
-                    "export: version %s has %s %s, but version %s has %s. Clients of version %s "
-                    "may fail when a service loads version %s",
-                    *(target.name, key, manifest[key], before, found[key], before, target.name),
-                )
 
 
 def _inputs_of(model: keras.Model, samples: Any) -> Any:
@@ -535,7 +518,7 @@ def read_model(
             source.is_file() and (step, best, make) == (None, False, None),
             str(source),
             problem if source.is_file() else "the file does not exist",
-            fix="check the path, and use --step, --best and --model only for checkpoints",
+            fix="check the path, and use --step, --best and --model only if it has checkpoints",
             code="not-a-source",
         )
         origin = {"file": str(source.absolute()), "saved_at": source.stat().st_mtime}

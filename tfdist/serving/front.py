@@ -52,10 +52,8 @@ from tfdist.serving.protocol import (
 _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
 _MOST_CONNECTIONS = 4096  # maximum number of open HTTP connections
-_MOST_PIPELINED = 256  # maximum number of pipelined requests of an HTTP connection
 _HEAD_BYTES = 64 << 10  # maximum size of the head of a request
 _UNREAD_BYTES = 64 << 10  # flow-control window of a gRPC call before its message is read
-_SLOW_S = 0.1  # time to receive a message after which it is slow
 _MOST_OF_AN_ERROR = 500  # gRPC: up to 12 bytes per character in a trailer of 8 KiB
 _TICKET = "tfdist.ticket"  # key of the ticket in the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
@@ -191,7 +189,6 @@ class Front:
         self._connecting: set[asyncio.Task[None]] = set()
         self.most_bytes = min(options.body_bytes, options.limits.size_bytes // 2)
         self._room = Room(options.limits.size_bytes)
-        self._slow = 0
 
     # The supervisor
 
@@ -317,8 +314,6 @@ class Front:
         return grpc.method_handlers_generic_handler(_PREDICTION, methods)
 
     def _grpc(self, kind: Kind) -> Callable[[Any, Any], Awaitable[bytes]]:
-        """Return the handler for requests of a kind."""
-
         async def handle(_: Any, context: Any) -> bytes:
             start = time.monotonic()
             name, code, payload = "", Code.CANCELLED, b""  # defaults if the client cancels
@@ -349,31 +344,14 @@ class Front:
         """Return the message of a call, or raise RequestError.
 
         gRPC reports the size of a message only after it is complete. Until then, a call holds
-        memory for the largest message. Slow messages hold at most three quarters of all memory.
+        memory for the largest message.
         """
-        loop, options, is_slow, too_many = asyncio.get_running_loop(), self.options, False, False
-        most_slow = options.limits.size_bytes // self.most_bytes * 3 // 4
-
-        def note_slow() -> None:
-            nonlocal is_slow, too_many
-            is_slow, too_many = self._slow < most_slow, self._slow >= most_slow
-            self._slow += is_slow
-            if too_many:
-                limit.reschedule(loop.time())
-
         await held.grow(self.most_bytes)
-        timer = loop.call_later(_SLOW_S, note_slow)
         try:
-            async with asyncio.timeout(options.silence_s) as limit:
+            async with asyncio.timeout(self.options.silence_s):
                 payload = await context.read()
         except TimeoutError:
-            if too_many:
-                text = "Too many slow requests, try again later"
-                raise RequestError(Code.RESOURCE_EXHAUSTED, text) from None
             raise self._too_slow() from None
-        finally:
-            timer.cancel()
-            self._slow -= is_slow
         payload = b"" if payload is grpc.aio.EOF else bytes(payload)
         held.shrink(len(payload))
         return payload
@@ -512,21 +490,18 @@ class _Parser:
 def _connection(silence_s: float) -> type[HttpToolsProtocol]:  # noqa: C901, as it holds a class
     """Return a subclass of uvicorn's connection with limits, because uvicorn has none.
 
-    The connection closes if a request's head is too slow or too large. It also closes if a client
-    pipelines too many requests or reads no answers for `silence_s`. If a client disconnects, its
+    The connection closes if a request's head is too slow or too large. If a client disconnects, its
     requests get an error, and replicas do not compute them any more.
     """
 
     class Connection(HttpToolsProtocol):
         _room: float  # bytes left for the head of the request
-        _unread_bytes: float  # unread bytes of answers at the last check
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.parser = cast(httptools.HttpRequestParser, _Parser(self))
             self._unanswered = list[Any]()  # uvicorn keeps only the last request
             self._wait()
-            self._reader = self._timer  # placeholder until the first pause
 
         def data_received(self, data: bytes) -> None:
             self._room -= len(data)
@@ -547,24 +522,6 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:  # noqa: C901, as 
             super().on_headers_complete()
             unanswered = [one for one in self._unanswered if not one.response_complete]
             self._unanswered = [*unanswered, self.cycle]
-            if len(self.pipeline) > _MOST_PIPELINED:
-                self.transport.abort()
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._unread_bytes = math.inf
-            self._close_unless_read()
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._reader.cancel()
-
-        def _close_unless_read(self) -> None:
-            """Close the connection if the client has read no bytes since the last check."""
-            before, self._unread_bytes = self._unread_bytes, self.transport.get_write_buffer_size()
-            if self._unread_bytes >= before:
-                self.transport.abort()
-            self._reader = self.loop.call_later(silence_s, self._close_unless_read)
 
         def on_message_complete(self) -> None:
             if self.parser.should_upgrade():
@@ -574,7 +531,6 @@ def _connection(silence_s: float) -> type[HttpToolsProtocol]:  # noqa: C901, as 
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._timer.cancel()
-            self._reader.cancel()
             super().connection_lost(exc)
             for one in self._unanswered:
                 one.disconnected = True
@@ -657,7 +613,6 @@ async def run(options: FrontOptions, rest: socket.socket, grpc_address: str) -> 
     grpc_server = await _grpc_server(front, grpc_address)
     http = _http_server(front)
     serving = asyncio.create_task(http.serve([rest]))
-    front.send(listening=True)
     await asyncio.wait(
         [asyncio.create_task(stop.wait()), follower, ticker, serving],
         return_when=asyncio.FIRST_COMPLETED,

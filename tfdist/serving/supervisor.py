@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
 import itertools
 import json
@@ -17,7 +16,6 @@ import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -44,11 +42,6 @@ _SCAN_S = 0.25
 _LOAD_S = 600.0  # longest time to load a version before the replica is killed
 _PAUSE_S = 0.1  # wait before the supervisor replaces an exited front
 _END_S = 5.0  # time for a front to exit, in addition to `drain_s`
-_SO_ATTACH_REUSEPORT_CBPF = 51  # asm-generic/socket.h (missing in Python's socket module)
-_RETURN = 0x06  # BPF_RET | BPF_K
-_ANY, _MAPPED = "0.0.0.0", "::ffff:"
-_BACKLOG = 2048
-_PIECE = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +70,9 @@ class ServiceSupervisor:
         with opening_port("--rest_port", f"{options.host}:{options.rest_port}"):
             self._rest = socket.create_server((options.host, options.rest_port), backlog=2048)
         with opening_port("--grpc_port", f"{options.host}:{options.grpc_port}"):
-            self._grpc = GrpcPort(options.host, options.grpc_port)
+            self._grpc = _reserved(options.host, options.grpc_port)
         self.rest_address = "{}:{}".format(*self._rest.getsockname())
-        self.grpc_address = "{}:{}".format(*self._grpc.address)
+        self.grpc_address = "{}:{}".format(*self._grpc.getsockname())
         self._private = tempfile.mkdtemp(prefix="tfdist-serve-")
         self._ids = itertools.count(1)
         self._replicas: dict[int, subprocess.Popen[bytes]] = {}
@@ -99,16 +92,14 @@ class ServiceSupervisor:
                 loop.add_signal_handler(signum, self._stop.set)
         front = asyncio.create_task(self._keep_front())
         scan = asyncio.create_task(self._keep_scanning())
-        relay = asyncio.create_task(self._grpc.run())
         stop = asyncio.create_task(self._stop.wait())
         try:
-            await asyncio.wait([front, scan, relay, stop], return_when=asyncio.FIRST_COMPLETED)
-            for task in (front, scan, relay):
+            await asyncio.wait([front, scan, stop], return_when=asyncio.FIRST_COMPLETED)
+            for task in (front, scan):
                 if task.done():
                     task.result()
             _LOG.info("stopping: answering the received requests")
             self._rest.close()
-            relay.cancel()
             if self._front is not None:
                 self._front.terminate()
             await asyncio.wait([front], timeout=self._options.drain_s + _END_S)
@@ -147,11 +138,8 @@ class ServiceSupervisor:
         with contextlib.suppress(ConnectionError):
             while line := await reader.readline():
                 message = json.loads(line)
-                if "listening" in message:
-                    self._grpc.front_listens.set()
-                if (id := message.get("end")) in self._replicas:  # hanging or drained
+                if (id := message["end"]) in self._replicas:  # hanging or drained
                     self._replicas[id].kill()
-        self._grpc.front_listens.clear()
         code = await asyncio.to_thread(self._front.wait)
         self._control.close()
         self._control = None
@@ -332,84 +320,14 @@ def _how(code: int) -> str:
     return f"exit code {code}"
 
 
-class GrpcPort:
-    """Port of gRPC that keeps new connections waiting while no front runs.
+def _reserved(host: str, port: int) -> socket.socket:
+    """Return a socket that holds the gRPC port and does not listen, or raise OSError.
 
-    gRPC accepts no existing socket, so each front opens its own socket at the port (SO_REUSEPORT).
-    The supervisor holds another socket at this port. A BPF program prefers the front's socket. If
-    no front listens, this class relays the connection to the next front until it closes. The
-    socket is dual-stack if possible, as in gRPC, because the kernel groups sockets by their kind.
-
-    Raises OSError if the IPv4 address cannot be bound.
+    gRPC accepts no existing socket, so each front listens there with its own (SO_REUSEPORT).
     """
-
-    def __init__(self, host: str, port: int) -> None:
-        self.front_listens = asyncio.Event()
-        self._relayed = set[int]()
-        dual = socket.has_dualstack_ipv6()
-        self._listener = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
-        try:
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # for TIME_WAIT
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            if dual:
-                self._listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                host = "::" if host == _ANY else f"{_MAPPED}{socket.gethostbyname(host)}"
-            self._listener.bind((host, port))
-            _prefer_the_next(self._listener)
-            self._listener.listen(_BACKLOG)
-        except OSError:
-            self.close()
-            raise
-
-    @property
-    def address(self) -> tuple[str, int]:
-        host, port = self._listener.getsockname()[:2]
-        return (_ANY if host == "::" else host.removeprefix(_MAPPED)), port
-
-    async def run(self) -> None:
-        """Relay connections that arrive while no front listens, until cancelled."""
-        server = await asyncio.start_server(self._relay, sock=self._listener, backlog=_BACKLOG)
-        async with server:
-            await server.serve_forever()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if writer.get_extra_info("peername")[1] in self._relayed:  # the front just died
-            writer.close()
-            return
-        await self.front_listens.wait()
-        with socket.socket() as connection:
-            connection.setblocking(False)
-            connection.bind((self.address[0], 0))
-            own = connection.getsockname()[1]
-            self._relayed.add(own)
-            try:
-                await asyncio.get_running_loop().sock_connect(connection, self.address)
-                from_front, to_front = await asyncio.open_connection(sock=connection)
-                await asyncio.gather(_copy(reader, to_front), _copy(from_front, writer))
-            except OSError:
-                writer.close()
-            finally:
-                self._relayed.discard(own)
-
-
-def _prefer_the_next(listener: socket.socket) -> None:
-    """Make the kernel prefer the second socket at a port, with the first socket as a fallback.
-
-    A BPF program returns the socket's number (socket(7), SO_ATTACH_REUSEPORT_CBPF). This program
-    returns 1. If no socket has the number 1, the kernel uses the only socket.
-    """
-    instruction = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, 1))
-    program = struct.pack("HL", 1, ctypes.addressof(instruction))
-    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
-
-
-async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    """Copy bytes until one side closes, then close the other side."""
-    with contextlib.suppress(OSError):
-        while data := await source.read(_PIECE):
-            sink.write(data)
-            await sink.drain()
-    sink.close()
+    with socket.create_server((host, port)) as probe:  # fails if another service has the port
+        address = probe.getsockname()
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(address)
+    return held

@@ -37,7 +37,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def threads_of_an_operation() -> int:
-    """Return the number of threads of one operation, which affects rounding on a CPU."""
+    """Return the number of threads of an operation, which affects rounding on a CPU."""
     threads = tf.config.threading.get_intra_op_parallelism_threads()
     if not threads and os.environ.get("TF_NUM_INTRAOP_THREADS", "").isdecimal():
         threads = int(os.environ["TF_NUM_INTRAOP_THREADS"])

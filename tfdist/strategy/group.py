@@ -207,7 +207,7 @@ def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
     """Sum arrays bit for bit, if each element is zero in all tasks except one. A collective.
 
     The array may have any type, and has the same shape in all tasks. It is sent in pieces. The
-    sum needs the memory of one more array.
+    sum needs the memory of another array.
     """
     if not job.has_peers:
         return array

@@ -15,8 +15,8 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 from tfdist.cluster import AUTO, KINDS, Kind, TaskConfig, read_environment, resolved_kind
 from tfdist.errors import UsageError
 from tfdist.strategy.native import route_keras
+from tfdist.strategy.pipeline_setup import Stages
 from tfdist.strategy.ring import Ring
-from tfdist.strategy.stages import Stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,7 +74,7 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
 
     @contextlib.contextmanager
     def in_layer(self, scope: contextlib.AbstractContextManager[Any], path: str) -> Iterator[None]:
-        """Enter a layer's name scope, and its device if it has one."""
+        """Enter a layer's name scope, and its device, if any."""
         pattern = self.pattern_of(path)
         if pattern is None:
             with scope:

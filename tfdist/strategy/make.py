@@ -37,8 +37,8 @@ from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import Job, current_job, remember
 from tfdist.strategy.layer_devices import PlacedStrategy
+from tfdist.strategy.pipeline_setup import PipelineOptions
 from tfdist.strategy.ring import Ring, connect
-from tfdist.strategy.stages import PipelineOptions
 
 _LOG = logging.getLogger(__name__)
 _NEIGHBOURS_S = 20.0
@@ -67,7 +67,7 @@ def make_strategy(
       strategy: ``single``, ``mirrored``, ``multiworker``, ``ps``, ``pipeline`` or ``auto``. The
         default ``auto`` uses TF_CONFIG, or all GPUs (else the CPU) of this machine without it.
       devices_per_worker: Replicas on this machine (default: TF_CONFIG, else all GPUs).
-      threads: Threads of one operation. TF_NUM_INTRAOP_THREADS overrides it.
+      threads: Threads of an operation. TF_NUM_INTRAOP_THREADS overrides it.
       startup_timeout_s: Seconds to wait for peers before raising (default: TF_CONFIG, else 60).
       min_workers: Workers that a ps job needs to start after `startup_timeout_s` (default:
         TF_CONFIG, else all).
@@ -289,7 +289,7 @@ def _require_devices(options: JobOptions, kind: Kind, config: TaskConfig | None)
     if can_choose or (config is not None and config.task.type == "evaluator"):
         return
     count = 1 if kind.has_one_device else len(tf.config.list_physical_devices("GPU")) or 1
-    each = "one device" if kind.has_one_device else "each visible GPU, or one CPU"
+    each = "one device" if kind.has_one_device else "each visible GPU, or a CPU"
     require(
         options.devices_per_worker in (None, count),
         "make_strategy",

@@ -254,7 +254,7 @@ class Ring:
             return False
         except OSError as error:
             raise ConnectionError(f"lost {self._next}: {error.strerror or error}") from error
-        take(out, sent)
+        remove_first(out, sent)
         return True
 
     def _receive(self, into: deque[memoryview]) -> bool:
@@ -268,7 +268,7 @@ class Ring:
             raise ConnectionError(f"lost {self._previous}: {reason}") from error
         if not received:
             raise ConnectionError(f"lost {self._previous}: it closed the connection")
-        take(into, received)
+        remove_first(into, received)
         return True
 
     def _wait(self, out: deque[memoryview], into: deque[memoryview]) -> None:
@@ -295,7 +295,7 @@ class Ring:
 
 @functools.lru_cache(maxsize=64)
 def chunks_of(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
-    """Divide arrays of these sizes into `count` chunks, as one sequence or each array `apart`."""
+    """Divide arrays of these sizes into `count` chunks, as a sequence or each array `apart`."""
     if apart:
         bounds = [_bounds(size, count) for size in sizes]
         return [
@@ -317,7 +317,7 @@ def chunks_of(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_
 def _bounds(size: int, count: int) -> list[int]:
     """Divide `size` elements among workers, in whole vectors of the widest CPU instructions.
 
-    The CPU computes elements after the last whole vector one by one. For some operations
+    The CPU computes elements after the last whole vector individually. For some operations
     (`rsqrt`) this changes the last bit. With whole vectors, a part gets the bits of the whole.
     """
     vectors = -(-size // _VECTOR)
@@ -335,7 +335,7 @@ def views_of(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[me
     return deque(arrays[i][start:stop].view(np.uint8).data for i, start, stop in pieces)
 
 
-def take(views: deque[memoryview], count: int) -> None:
+def remove_first(views: deque[memoryview], count: int) -> None:
     """Remove the first `count` bytes."""
     while count:
         if count < len(views[0]):

@@ -125,8 +125,8 @@ def notes(request: JobRequest) -> tuple[str, ...]:
     if any(PurePosixPath(request.run_dir).is_relative_to(mount) for mount in writable):
         return ()
     return (
-        f"note: the run directory {request.run_dir} is not on a --volume: its files are lost with "
-        "the pods, and the job cannot resume after a restart",
+        f"note: the run directory {request.run_dir} is not on a --volume: its files are lost when "
+        "the pods end, and the job cannot resume after a restart",
     )
 
 

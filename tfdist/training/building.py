@@ -17,11 +17,9 @@ from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.training import keras_compat
 from tfdist.training.feed import Feed
 from tfdist.training.keras_compat import sharding
-from tfdist.training.program import engine_class, is_own, trace_step
+from tfdist.training.program import engine_class, is_own
 
 Slots = Literal["whole", "parts", "none"]
-_FEW_ROWS = 8
-"""Largest first axis that may stack other things, such as an anchor and a positive example."""
 
 
 def job_for(model: keras.Model, *, doing: str) -> Job:
@@ -360,48 +358,6 @@ def require_as_compiled(model: keras.Model, before: tuple[Any, Any]) -> None:
             fix="call fit again after each change (a callback may set learning_rate)",
             code="compiled-in-fit",
         )
-
-
-def require_examples_first(model: keras.Model, job: Job, step: str, feed: Feed) -> None:
-    """Raise UsageError for small batches with another first axis than the examples.
-
-    A custom step is traced up to its optimizer with the rows of one replica. If this fails but all
-    rows work, the first axis stacks something else, and replicas cannot divide it.
-    """
-    batch_spec, rows = feed.batch_spec, feed.rows
-    if job.num_replicas == 1 or rows is None or rows > _FEW_ROWS or not is_own(model, step):
-        return
-    specs = [spec for spec in tf.nest.flatten(batch_spec) if spec is not None]
-    mine = rows // job.num_replicas
-    if not all(isinstance(spec, tf.TensorSpec) for spec in specs):
-        return
-    if _traces(model, job, step, batch_spec, rows=mine):
-        return
-    if _traces(model, job, step, batch_spec, rows=rows):
-        raise UsageError(
-            "data",
-            f"{step} works with all {rows} rows of a batch, but fails with {mine} of them, the "
-            f"part of one of {job.num_replicas} replicas",
-            fix="read the number of examples from the batch (tf.shape(x)[0]), pass stacked arrays "
-            "as a tuple (a, b) with the examples first, or use strategy single",
-            code="examples-not-first",
-        )
-
-
-def _traces(model: keras.Model, job: Job, step: str, batch_spec: Any, *, rows: int) -> bool:
-    """Return whether a step with `rows` rows can be traced to its end or to an optimizer."""
-    arrived = []
-
-    def at_hook(gradients: Any) -> None:
-        arrived.append(gradients)
-        raise RuntimeError("far enough")
-
-    function = getattr(model, step)
-    try:
-        _, error = trace_step(function, job, batch_spec, rows=rows, at_hook=at_hook)
-    except Exception as raised:
-        error = raised
-    return error is None or bool(arrived)
 
 
 def _require_built_parts(model: keras.Model) -> None:

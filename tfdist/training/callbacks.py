@@ -112,7 +112,6 @@ def writes_files(callback: Any) -> bool:
 
 
 def _is_chiefs(callback: keras.callbacks.Callback) -> bool:
-    """Return whether a callback runs only on the chief."""
     is_writer = isinstance(callback, _WRITERS) or getattr(callback, "chief_only", False)
     return is_writer or trackers.package_of(callback) is not None
 

@@ -80,12 +80,10 @@ class EpochPlan:
 
     @property
     def num_epochs(self) -> int:
-        """Number of epochs in the run."""
         return len(self.step_starts) - 1
 
     @property
     def total_steps(self) -> int:
-        """Number of steps in the run."""
         return self.step_starts[-1]
 
     @property
@@ -100,11 +98,9 @@ class EpochPlan:
         return self.smallest_step == self.global_batch_size
 
     def epoch_of(self, step: int) -> int:
-        """Return the epoch of `step`."""
         return bisect.bisect_right(self.step_starts, step) - 1
 
     def steps(self, epoch: int) -> range:
-        """Return the steps of one epoch."""
         return range(self.step_starts[epoch], self.step_starts[epoch + 1])
 
     def span(self, step: int) -> range:

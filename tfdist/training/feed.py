@@ -100,7 +100,6 @@ class Feed(abc.ABC):
       order: order of the examples.
       seed: seed of the order and the transforms.
       batch_spec: nest of `tf.TensorSpec` of a batch, used to build the model.
-      rows: rows of the first batch if replicas divide ready-made batches, else `None`.
       may_be_empty: True if a replica's batch fraction of some step can be empty.
       direct: True if the compiled step makes its batch with `at`, False if it reads batches from
         `iterator`.
@@ -130,14 +129,12 @@ class Feed(abc.ABC):
         seed: int,
         order: Order,
         batch_spec: Any = None,
-        rows: int | None = None,
         weigh: Callable[[Any], Any] | None = None,
     ) -> None:
         self.source = source
         self.plan = plan
         self.order = order
         self.batch_spec = batch_spec
-        self.rows = rows
         self.digests: dict[int, Digest] = {}
         self.ends: list[int] | None = None
         self.may_be_empty = plan.smallest_step < job.num_replicas

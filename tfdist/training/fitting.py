@@ -189,7 +189,6 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     building.build(model, job, feed, slots="parts" if sharded else "whole")
     building.require_known_variables(model)
     keras_compat.fuse(model, fused=run.fused_kernels)
-    building.require_examples_first(model, job, "train_step", feed)
     if key is not None:
         feed.take_seed_from_a_variable()
     engine = engine_class(job)(job)

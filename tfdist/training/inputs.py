@@ -127,7 +127,6 @@ def prepare(
         seed=seed,
         order=order,
         batch_spec=spec if class_weight is None else _with_weight(spec),
-        rows=batch if ready and not isinstance(source, InputFunctionSource) else None,
         weigh=_class_weights(class_weight),
     )
     _LOG.info("%s", source.describe())
@@ -219,7 +218,7 @@ def _require_class_weight(class_weight: Any) -> None:
         or (classes and all(isinstance(c, int | np.integer) and c >= 0 for c in classes)),
         "class_weight",
         f"{class_weight!r:.80} is not a dict of class numbers (from 0) and weights",
-        fix="write a dict such as {0: 1.0, 1: 2.5} (missing classes weigh 1)",
+        fix="write a dict such as {0: 1.0, 1: 2.5} (if a class is missing, its weight is 1)",
         code="wrong-type",
     )
 
@@ -249,7 +248,7 @@ def _with_weight(spec: Any) -> Any:
     require(
         one_each and weight is None,
         "class_weight",
-        "class_weight needs one output with one class for each example, and no sample weights",
+        "class_weight needs a single output with a class for each example, and no sample weights",
         fix="pass only sample_weight, multiplied by the class weights",
         code="class-weight-data",
     )

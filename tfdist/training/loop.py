@@ -101,6 +101,7 @@ class TrainLoop:
         self._job = blocks.job
         self._compiled = compiled_parts(blocks.model)
         self._requests = requests
+        self._epoch_start = 0
         self._saved_step = None if plan.saved is None else plan.saved.step
         self._seconds_before = 0.0 if plan.saved is None else plan.saved.seconds
         self._began_s = time.monotonic()
@@ -120,6 +121,8 @@ class TrainLoop:
         )
         listed = self._callbacks.callbacks
         self._every_batch = any(wants_every_batch(c, mode="train") for c in listed)
+        steps = self._model.steps_per_execution if self._every_batch else 1
+        self._steps_per_hook = int(broadcast(steps))
         self._scheduled = [c for c in listed if hasattr(c, "next_step")]
         self._with_logs = bool(broadcast(wants_logs(listed)))
 
@@ -177,7 +180,7 @@ class TrainLoop:
     def _run_epoch(self, epoch: int, *, is_first: bool) -> dict[str, Any]:
         """Run the rest of an epoch and its validation, and return the epoch's logs."""
         plan, steps = self._plan, self._epochs.steps(epoch)
-        within = self.step > steps.start
+        within, self._epoch_start = self.step > steps.start, steps.start
         if not within:
             self._blocks.reset_metrics()
             begin_epoch(self._callbacks.callbacks)
@@ -275,26 +278,30 @@ class TrainLoop:
 
     def _due(self) -> list[int]:
         """Return the next due step of each callback that depends on steps."""
-        if self._every_batch:
-            return [self.step + 1]
-        left = map(steps_to_save, self._callbacks.callbacks)
-        fixed = [self.step + steps for steps in left if steps is not None]
         own = [callback.next_step(self.step) for callback in self._scheduled]
-        return fixed + [step for step in own if step is not None]
+        due = [step for step in own if step is not None]
+        if self._every_batch:
+            done = self.step - self._epoch_start
+            return [*due, self.step + self._steps_per_hook - done % self._steps_per_hook]
+        left = map(steps_to_save, self._callbacks.callbacks)
+        return due + [self.step + steps for steps in left if steps is not None]
 
     def _run_block(self, decision: Decision, *, epoch: range) -> None:
-        first, last, blocks = self.step, decision.last, self._blocks
+        first, last, blocks, every = self.step, decision.last, self._blocks, self._steps_per_hook
         looked_at = decision.save or last >= min([epoch.stop, *self._due()])
         with counting_steps(self._callbacks.callbacks, first, last):
-            with phases.entered("callback"):
-                self._callbacks.on_train_batch_begin(first - epoch.start)
+            if (first - epoch.start) % every == 0:
+                with phases.entered("callback"):
+                    self._callbacks.on_train_batch_begin(first - epoch.start)
             left = blocks.run(first, last, looked_at=looked_at)
             self.step = last
-            logs: dict[str, Any] = {}
-            if self._with_logs and left < last - epoch.start:  # some step of the epoch is complete
-                logs = blocks.metrics(blocks.logs)
-            with phases.entered("callback"):
-                self._callbacks.on_train_batch_end(last - 1 - epoch.start, logs)
+            if last == epoch.stop or (last - epoch.start) % every == 0:
+                logs: dict[str, Any] = {}
+                if self._with_logs and left < last - epoch.start:  # some step is complete
+                    logs = blocks.metrics(blocks.logs)
+                done = -(-(last - epoch.start) // every) * every  # Keras also counts past the end
+                with phases.entered("callback"):
+                    self._callbacks.on_train_batch_end(done - 1, logs)
             require_as_compiled(self._model, self._compiled)
 
     def _validated(self, validation: Evaluation, logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -417,7 +424,7 @@ class TrainLoop:
         """Wait for unfinished writes, then handle a stop signal received after the last step."""
         with phases.entered("save"):
             for backup in self._plan.backups:
-                backup.wait()
+                backup.finish()
             mine = np.array(self._requests.slots())
             slots = sum_over_tasks(self._job, mine, of="signals at the end")
         signum = signal_of(slots.tolist())
@@ -432,7 +439,7 @@ class TrainLoop:
         at_epoch_begin: bool = False,
         logs: Mapping[str, Any] | None = None,
     ) -> NoReturn:
-        """Save a checkpoint, wait until it is on the disk, and raise `Stopped`. A collective.
+        """Save a checkpoint, wait until it is written, and raise `Stopped`. A collective.
 
         If an epoch has only begun, skip the save: the end of any previous epoch is saved.
         The resumed run calls the first hooks of this epoch again.
@@ -442,7 +449,7 @@ class TrainLoop:
                 self._save(backup, logs=logs)
         with phases.entered("save"):
             for backup in self._plan.backups:
-                backup.wait()
+                backup.finish()
         self._log_and_stop(signum)
 
     def _log_and_stop(self, signum: int) -> NoReturn:

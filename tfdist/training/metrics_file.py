@@ -40,7 +40,7 @@ class MetricsFile(keras.callbacks.Callback):
 
     once_a_range = chief_only = writes_metrics = True
     is_required = False
-    """Whether an error of the file ends the training. Otherwise it is a warning."""
+    """Whether an error of the file ends the training. If not, it is a warning."""
 
     def __init__(
         self,

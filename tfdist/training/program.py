@@ -6,6 +6,7 @@ step, and is traced once. An `Engine` runs step blocks of a program under one ki
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -341,20 +342,18 @@ def find_batch_axes(program: StepProgram, job: Job) -> None:
             feed.first_batch(),
         )
     program.batch_axes.shapes = [
-        trace_step(program.function, job, spec, rows=rows, updates=False)[0].losses
-        for rows in (size, 2 * size)
+        _trace(program.function, job, spec, rows=rows).losses for rows in (size, 2 * size)
     ]
 
 
-def trace_step(
-    function: Callable[[Any], Any], job: Job, batch_spec: Any, *, rows: int, **options: Any
-) -> tuple[keras_compat.StepTrace, Exception | None]:
+def _trace(
+    function: Callable[[Any], Any], job: Job, batch_spec: Any, *, rows: int
+) -> keras_compat.StepTrace:
     """Trace a step with `rows` rows on each replica, as if it were the only replica.
 
-    Does not run the step. Returns the first replica's trace, and its exception or `None`.
-    `options` are options of `StepTrace`.
+    Does not run the step or update variables. Returns the first replica's trace, up to an error.
     """
-    traces: dict[int, tuple[keras_compat.StepTrace, Exception | None]] = {}
+    traces: dict[int, keras_compat.StepTrace] = {}
 
     def run(batch: Any) -> None:
         batch = tf.nest.map_structure(_of_constant_shape, batch)
@@ -365,15 +364,11 @@ def trace_step(
                 share=1.0,
                 examples=rows,
                 random_key=tf.zeros([2], tf.int32),
-                **options,
+                updates=False,
             )
-            error = None
-            try:
-                with keras_compat.tracing(trace):
-                    function(batch)
-            except Exception as raised:
-                error = raised
-            traces[values_util.get_current_replica_id_as_int() or 0] = trace, error
+            traces[values_util.get_current_replica_id_as_int() or 0] = trace
+            with contextlib.suppress(Exception), keras_compat.tracing(trace):
+                function(batch)
 
         job.strategy.run(in_replica)
 

@@ -105,8 +105,8 @@ def run_of(callbacks: Any, settings: Mapping[str, Any]) -> tuple[list[Any], Run]
     require(
         len(runs) < 2,
         "callbacks",
-        f"the run has {len(runs)} tfdist.Run (keyword settings of tfdist.fit count as one)",
-        fix="pass all settings in one tfdist.Run, or all as keywords",
+        f"the run has {len(runs)} tfdist.Run (keyword settings of tfdist.fit count too)",
+        fix="pass all settings in a single tfdist.Run, or all as keywords",
         code="exclusive",
     )
     return [c for c in listed if not isinstance(c, Run)], runs[0] if runs else Run()

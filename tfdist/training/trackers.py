@@ -123,12 +123,10 @@ class Tracker(keras.callbacks.Callback):
         self.step = step
 
     def set_model(self, model: keras.Model) -> None:
-        """Set the model."""
         super().set_model(model)
         self._call("set_model", model)
 
     def set_params(self, params: Any) -> None:
-        """Set Keras' parameters."""
         super().set_params(params)
         self._call("set_params", params)
 
@@ -147,7 +145,6 @@ class Tracker(keras.callbacks.Callback):
                 sys.modules["mlflow"].flush_async_logging()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Report the start of an epoch to the tracker."""
         self._epoch = epoch
         self._call("on_epoch_begin", epoch, logs)
 
@@ -158,7 +155,6 @@ class Tracker(keras.callbacks.Callback):
             self._note(epoch=epoch)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Report the start of a validation to the tracker."""
         self._call("on_test_begin", logs)
 
     def on_test_end(self, logs: Any = None) -> None:
@@ -167,7 +163,6 @@ class Tracker(keras.callbacks.Callback):
             self._call("on_test_end", logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Report the start of a block to the tracker."""
         self._first_batch = batch
         self._call("on_train_batch_begin", batch, logs)
 

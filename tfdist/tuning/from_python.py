@@ -127,7 +127,7 @@ _SETTINGS = ("max_epochs", "factor", "hyperband_iterations", "num_initial_points
 _TELL_THEIR_SEED = (keras_tuner.RandomSearch, keras_tuner.GridSearch)
 
 IMPORTS_OF_TRIALS = ("tfdist.tuning.inside", __name__, "tensorboard.plugins.hparams.api")
-"""Modules that each trial imports, without its main module. KerasTuner imports the last one."""
+"""Modules that each trial imports, without its main module. KerasTuner imports the last module."""
 
 _CHECKPOINTS = "checkpoints"
 
@@ -247,7 +247,7 @@ class TunerSweep(Sweep):
         require(
             not hasattr(oracle.objective, "objectives"),  # an attribute of MultiObjective
             "objective",
-            f"a sweep has only one objective, got {oracle.objective}",
+            f"a sweep has a single objective, got {oracle.objective}",
             fix="choose one metric",
             code="several-objectives",
         )
@@ -301,7 +301,6 @@ class TunerSweep(Sweep):
 
 
 def _trial_program() -> TrialProgram:
-    """Return this program as the program of each trial."""
     main: Any = sys.modules["__main__"]
     program = own_program(main, sys.argv[1:])
     can_fork = imports_tensorflow(program, search=[os.getcwd(), *sys.path])

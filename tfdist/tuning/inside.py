@@ -144,7 +144,6 @@ class _TrialFit:
         return history
 
     def summary(self) -> dict[str, Any]:
-        """Return the summary of the last fitted model."""
         if self.model is None:
             return {}
         job = current_job()

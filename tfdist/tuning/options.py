@@ -58,7 +58,6 @@ class RunOptions(TrialFlags):
 
     @property
     def is_here(self) -> bool:
-        """Return whether all trials run on this machine."""
         return self.on in (None, "local") and self.hosts is None
 
     @property

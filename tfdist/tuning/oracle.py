@@ -149,7 +149,7 @@ _MOST = 64
 """Largest integer to try. Larger values are sizes, and a model of that size may be too large."""
 
 _LARGE = 10_000_000
-"""Number of parameters above which discovery frees a model before it builds the next one."""
+"""Number of parameters above which discovery frees a model before it builds the next model."""
 
 _LAST = 1 - 1e-9
 
@@ -435,7 +435,6 @@ def _write(path: Path, content: Any) -> None:
 
 
 def default_dir(tuner: Any) -> Path:
-    """Return the default sweep directory for a tuner."""
     return Path(f"{tuner.directory}/{tuner.project_name}-sweep")
 
 

@@ -68,7 +68,6 @@ class SweepScreen(contextlib.ExitStack):
         self._has_changed = False
 
     def begin(self, state: SweepState) -> None:
-        """Start the output for a new or resumed sweep."""
         done = sum(trial.is_over for trial in state.trials.values())
         if state.trials:
             left = len(state.trials) - done
@@ -168,7 +167,6 @@ def values_text(values: Mapping[str, Any]) -> str:
 
 
 def as_json(state: SweepState) -> dict[str, Any]:
-    """Return the content of `sweep.json`."""
     ranked = state.ranked()
     return {
         "status": "running" if state.finished is None else "finished",

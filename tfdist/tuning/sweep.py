@@ -147,7 +147,6 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
 
 
 def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
-    """Run the trials that have not ended."""
     sweep_dir, state = sweep.options.sweep_dir, fold(journal.lines)
     if state.is_complete:
         logger.info("the sweep in %s is finished (pass overwrite to run it again)", sweep_dir)

@@ -47,7 +47,7 @@ LEAST_EPOCHS = 2
 
 
 Medians = tuple[float | None, ...]
-"""Median of the other trials' averages so far, by virtual epoch, or `None` for too few trials."""
+"""Median of the other trials' averages so far, by virtual epoch, `None` if too few ran."""
 
 
 def medians_of(others: Sequence[Sequence[float]]) -> Medians:
@@ -81,7 +81,7 @@ class Slot:
     number: int = 0
     """Number of the slot on its host, from 0. It selects the trial's share of the GPUs."""
     host: str | None = None
-    """Name of the host in ``--hosts``, or `None` on this machine."""
+    """Name of the host in ``--hosts``, or `None` if it runs on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,7 +308,7 @@ class TrialProgram:
     """Launcher flags in addition to the flags from the sweep's options."""
     imports: tuple[str, ...] | None = None
     """Modules to import once for all trials, in addition to TensorFlow and Keras.
-    `None`: each trial imports its modules itself."""
+    If `None`, each trial imports its modules itself."""
     more_imports: tuple[str, ...] = ()
     """Further modules to import once. The fork server skips a module that cannot be imported."""
 
@@ -382,13 +382,13 @@ class LauncherRunner:
     environ: Mapping[str, str]
     """Environment of the trials."""
     timeout_s: float
-    """Seconds in which a trial must complete a virtual epoch. Otherwise the trial fails."""
+    """Seconds after which a trial fails if it completes no virtual epoch."""
     elsewhere: TrialHosts | None = None
-    """Hosts of the trials. `None`: `launch_flags` select the machine (default: this one)."""
+    """Hosts of the trials. If `None`, `launch_flags` select the machine (default: this machine)."""
     passes_variables: bool = False
     """Whether to pass the names of variables to the launcher, for trials on other machines."""
     warm: ForkTemplate | None = None
-    """Process from which tasks are forked. `None`: each job imports its modules itself."""
+    """Process from which tasks are forked. If `None`, each job imports its modules itself."""
 
     def outcome(self, job: TrialJob) -> Completed | Failed | None:
         """Return the outcome of a trial that has already reached its goal, otherwise `None`."""
@@ -417,7 +417,6 @@ class LauncherRunner:
         poll.poll(timeout_s * 1000)
 
     def command(self, job: TrialJob) -> list[str]:
-        """Return the launcher's command line for a trial."""
         launcher = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(job.run_dir)]
         if self.elsewhere is not None:
             launcher += self.elsewhere.flags(job.slot)
@@ -555,7 +554,6 @@ class LaunchedTrial:
             os.kill(self._process.pid, signum)
 
     def _read_report(self) -> dict[str, Any] | None:
-        """Return the content of report.json, or `None` if it cannot be read."""
         with contextlib.suppress(TfdistError):
             return read_json(self._job.run_dir / "report.json")
         return None

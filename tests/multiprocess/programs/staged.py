@@ -28,7 +28,7 @@ from tests import graphs
 from tests.tools.ledger import Ledger
 from tfdist.pipeline import cuts
 from tfdist.strategy.job import current_job
-from tfdist.strategy.stages import PipelineOptions
+from tfdist.strategy.pipeline_setup import PipelineOptions
 
 OUT, ALL = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
 DOES = ALL[0]

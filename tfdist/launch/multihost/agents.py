@@ -12,6 +12,7 @@ import re
 import selectors
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,24 +47,15 @@ _AGAIN_S, _AGAIN_MOST_S = 0.5, 10.0
 _EXIT_S = 0.2
 _GOODBYE_S = 5.0
 _READ_BYTES = 1 << 16
-_PROBLEMS = (
-    (
-        r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "run ssh {host} once and confirm its key, or add the key to ~/.ssh/known_hosts",
-    ),
-    (
-        r"Permission denied",
-        "let ssh {host} log in without a password: add your key to its authorized_keys, and use "
-        "ssh-agent for a key with a passphrase",
-    ),
-    (r"Could not resolve hostname", "correct the name in --hosts, or add it to ~/.ssh/config"),
-    (r"Invalid node name|Invalid job id|not in this job", "list only nodes of this allocation"),
-    (
-        r"[Nn]o such file or directory|not found|can't open file",
-        "install Python and tfdist at the same path on {host} as here",
-    ),
+_USELESS = re.compile(
+    "Host key verification failed|Permission denied|Could not resolve hostname|Invalid node name|"
+    "Invalid job id|not in this job|[Nn]o such file or directory|not found|can't open file"
 )
-"""Output lines of a remote shell that make a retry useless, and the fix for each."""
+"""Output of a remote shell that makes a retry useless."""
+_FIX = (
+    "make this command work without a password or a question, with the same Python and tfdist at "
+    "the same path there: "
+)
 _HARMLESS = r"^@|^Warning: Permanently added"
 
 
@@ -120,6 +112,7 @@ class PipeAgent:
         self._host, self._show, self._say, self._may_read = host, show, say, may_read
         words = [word.replace("{host}", host.strip("[]")) for word in shell]
         command = "exec " + shlex.join(bootstrap_command("agent"))
+        self._command = shlex.join([*words, shlex.join([sys.executable, "-V"])])
         # A separate process group: only the launcher gets Ctrl-C, and then lets all hosts save.
         self.child = subprocess.Popen(
             [*words, command],
@@ -180,10 +173,8 @@ class PipeAgent:
             why = f"the agent or its remote shell was killed by signal {-code}"
         if self._last_line and not self._has_joined:
             why = self._last_line
-        fix = next(iter(_fixes(self._last_line)), "") if not self._has_joined else ""
-        if not fix and not self._has_joined and 0 < code < 128:
-            fix = "install the same Python and tfdist at the same path on {host}"
-        return why, fix.replace("{host}", self._host)
+        is_useless = _USELESS.search(self._last_line) or 0 < code < 128
+        return why, _FIX + self._command if is_useless and not self._has_joined else ""
 
     def _read_lines(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
@@ -200,12 +191,10 @@ class PipeAgent:
         text = line.removeprefix(b"[launch] ").decode(errors="backslashreplace")
         if self._has_joined:
             self._say(f"{self._host}: {text}")
-        elif text.strip() and not re.search(_HARMLESS, text) and not _fixes(self._last_line):
+        elif (
+            text.strip() and not re.search(_HARMLESS, text) and not _USELESS.search(self._last_line)
+        ):
             self._last_line = text
-
-
-def _fixes(line: str) -> list[str]:
-    return [fix for pattern, fix in _PROBLEMS if re.search(pattern, line)]
 
 
 class Hub:

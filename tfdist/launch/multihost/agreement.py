@@ -83,34 +83,20 @@ def without_secrets(args: Sequence[str]) -> list[str]:
     result: list[str] = []
     before = ""
     for arg in args:
-        name, equals, value = arg.partition("=")
-        if _names_next(before) and not arg.startswith("--"):
+        name, equals, _ = arg.partition("=")
+        names_next = "=" not in before and before.startswith("-") and may_name_a_secret(before)
+        if names_next and not arg.startswith("--"):
             result.append(_SECRET)
-        elif equals and _FLAG.fullmatch(name) and (may_hold_a_secret(arg) or _is_user(name, value)):
+        elif equals and _FLAG.fullmatch(name) and may_hold_a_secret(arg):
             result.append(f"{name}={_SECRET}")
-        elif may_hold_a_secret(arg) or _is_user(before, arg) or _PASSWORD_AFTER_P.match(arg):
-            result.append(_SECRET)
         else:
-            result.append(arg)
+            result.append(_SECRET if may_hold_a_secret(arg) else arg)
         before = arg
     return result
 
 
 _SECRET = "<secret>"
 _FLAG = re.compile(r"-*[\w.-]+")
-_PASSWORD_AFTER_P = re.compile(r"-p(?=.*[^A-Za-z_-])[^=]+$")  # -pX of mysql, but not -params
-_USER_FLAGS = ("-u", "--user", "--proxy-user", "--userpwd")
-
-
-def _names_next(arg: str) -> bool:
-    """Return whether an argument precedes a secret, as ``--pw`` and ``Authorization:`` do."""
-    is_name = ("=" not in arg and arg.startswith("-")) or arg.endswith(":")
-    return (is_name and may_name_a_secret(arg.rstrip(":"))) or arg.lower() == "bearer"
-
-
-def _is_user(flag: str, value: str) -> bool:
-    """Return whether a value is ``user:password`` for a flag of curl."""
-    return flag in _USER_FLAGS and ":" in value
 
 
 def _shown(value: str | None) -> str:

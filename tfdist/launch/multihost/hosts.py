@@ -23,8 +23,7 @@ from tfdist.cluster import (
     placement,
     settings,
 )
-from tfdist.cluster.address import expand_hosts, is_loopback, join, parse_hosts, shown
-from tfdist.cluster.placement import DEFAULT_PORT
+from tfdist.cluster.address import expand_hosts, is_loopback, parse_hosts, shown
 from tfdist.cluster.ports import PortPool
 from tfdist.errors import UsageError, require
 from tfdist.launch.multihost import agreement, on_ray
@@ -90,15 +89,6 @@ class Group:
                 for task, address in zip(tasks[rank], at[rank], strict=True)
             }
         )
-
-    def stand_in_cluster(self) -> ClusterSpec:
-        """Return the cluster with preliminary ports, before the hosts choose their ports."""
-        row = itertools.count(DEFAULT_PORT + 1)
-        at = {
-            rank: [join(host, next(row)) for _ in range(self.num_tasks(rank))]
-            for rank, host in enumerate(self.hosts)
-        }
-        return self.cluster(at)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

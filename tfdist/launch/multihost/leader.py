@@ -58,7 +58,6 @@ class Team:
         self._alive: dict[Task, int] = {}
         self._lost: dict[int, str] = {}
         self._states: dict[Task, str | None] = {}
-        self._full: dict[int, bool] = {}  # whether a host's output is blocked
         self._stopping_ranks: set[int] = set()
         self._local.watch(hub.fileno())
 
@@ -107,7 +106,6 @@ class Team:
         self._alive.clear()
         self._lost.clear()
         self._states.clear()
-        self._full.clear()
         self._stopping_ranks.clear()
         at = {0: [port.address for port in self._part.ports.renewed()]} | {
             rank: [join(self.hub.address_of(rank), port) for port in self._ports[rank]]
@@ -202,8 +200,8 @@ class Team:
 
     @property
     def is_held_up(self) -> bool:
-        """Return whether tasks wait because the launcher's or a host's output is blocked."""
-        return self._screen.out.is_full or any(map(self._full.get, self._alive.values()))
+        """Return whether tasks wait because the launcher's output is blocked."""
+        return self._screen.out.is_full
 
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Return the events since the last call, after at most `timeout_s` seconds."""
@@ -250,7 +248,6 @@ class Team:
             if "event" in message:
                 self._event(rank, message)
             elif "states" in message:
-                self._full[rank] = message.get("full") is True
                 for name, state in dict(message["states"]).items():
                     if self._alive.get(task := task_of(name)) == rank:
                         self._states[task] = None if state is None else str(state)

@@ -103,7 +103,7 @@ class Node:
         if (running := self._processes.running) and now_s >= self._states_sent_s + _STATES_EVERY_S:
             self._states_sent_s = now_s
             states = {str(task): self._processes.state_of(task) for task in running}
-            self._pipe.send({"states": states, "full": self._screen.out.is_full})
+            self._pipe.send({"states": states})
 
     def _execute(self, message: Message) -> None:
         match message:

@@ -17,7 +17,7 @@ from tfdist.launch.events import Message
 GREETING = b"tfdist agent 1"
 BEAT_EVERY_S = 1.0
 SILENT_S = 8.0
-"""Seconds without a message after which the peer counts as lost."""
+"""Seconds until the peer counts as lost if it sends no message."""
 
 _LATE_S = 2.0  # a longer gap between two turns means that this process was stalled
 _READ_BYTES = 1 << 16

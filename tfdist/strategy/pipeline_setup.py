@@ -1,4 +1,4 @@
-"""Setup of a pipeline: the tasks connect to the chief, then to each other. Each runs one stage.
+"""Setup of a pipeline: the tasks connect to the chief, then to each other. Each runs a stage.
 
 A pipeline has no TensorFlow server. Every task connects to the chief's address in TF_CONFIG. The
 chief sums a few numbers over the tasks, and the tasks set up a ring with these sums. The ring then
@@ -42,9 +42,9 @@ class PipelineOptions:
     Attributes:
       split_size: Most examples in a micro-batch. `None` makes four micro-batches for each stage.
         ``auto`` tries a few sizes at the first step and uses the fastest.
-      schedule: ``1f1b``, ``gpipe``, or ``serial`` (one micro-batch at a time).
+      schedule: ``1f1b``, ``gpipe``, or ``serial`` (micro-batches in sequence).
       keep: ``tape`` keeps the activations of unfinished micro-batches. ``recompute`` computes them
-        again. ``compiled`` keeps them inside one compiled call for all passes of a step.
+        again. ``compiled`` keeps them inside a single compiled call for all passes of a step.
       cut: Name of the last layer of each stage except the last stage, or ``auto`` to divide by
         measured times.
     """
@@ -143,7 +143,7 @@ class Stages:
       after: Connection to the next stage, `None` in the last stage.
       pipeline: Index of this task's pipeline.
       pipelines: Number of pipelines in the job.
-      peers: Ring over the same stage of all pipelines, `None` if there is only one pipeline.
+      peers: Ring over the same stage of all pipelines, `None` for a single pipeline.
       chosen: Automatic choices of the job.
     """
 

@@ -40,7 +40,7 @@ from tfdist.pipeline.union import (
 )
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import sum_over_tasks
-from tfdist.strategy.stages import cut_key
+from tfdist.strategy.pipeline_setup import cut_key
 from tfdist.training import keras_compat
 from tfdist.training.feed import rows_of
 from tfdist.training.program import is_own
@@ -57,7 +57,7 @@ FirstBatch = Callable[[], Any] | None
 
 
 class StagedModel:
-    """Whole model, of which this task computes and updates one stage.
+    """Whole model, of which this task computes and updates a stage.
 
     The constructor is a collective. The chief measures layers and loss on the first batch and
     chooses the cuts of all tasks.
@@ -66,7 +66,7 @@ class StagedModel:
       statistics: Non-trainable float variables that the stage's layers update, such as the
         moving mean of BatchNormalization. Frozen weights are not included.
       is_divided: True while each task holds only the values of its own stage.
-      compares: True if the loss compares examples. A batch then forms one micro-batch.
+      compares: True if the loss compares examples. A batch then forms a single micro-batch.
 
     Raises:
       UsageError: the model, its loss or its optimizer cannot be trained in stages.
@@ -173,8 +173,8 @@ class StagedModel:
             keras_compat.compiled(traced).get_concrete_function(outputs, targets, weights)
         if self.compares and self._job.is_chief:
             _LOG.warning(
-                "the loss compares the examples of a batch, so each step is one micro-batch and the"
-                " stages wait for each other. PipelineOptions(split_size=N) compares N at a time"
+                "the loss compares the examples of a batch, so a step is a single micro-batch and "
+                "the stages wait for each other. PipelineOptions(split_size=N) compares N at a time"
             )
 
     def values(self) -> list[np.ndarray]:
@@ -268,7 +268,7 @@ class StagedModel:
         return self.graph.behind_layers(cut)
 
     def _micros(self, batch: int) -> int:
-        """Return the most micro-batches of one pipeline in a step of `batch` examples."""
+        """Return the most micro-batches of a pipeline in a step of `batch` examples."""
         return -(-len(self.sizes_of(batch)) // self._place.pipelines)
 
     def _chosen_cut(self, batch: int, first_batch: FirstBatch) -> list[int]:
