@@ -151,7 +151,9 @@ def started(*words: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def last_line(process: Any) -> str:
-    lines = [line for line in process.log.read_text().splitlines() if line.strip()]
+    """Return the last line of its output, without the launcher's own lines."""
+    text = process.log.read_text().splitlines()
+    lines = [line for line in text if line.strip() and not line.startswith("[launch]")]
     return lines[-1] if lines else "no output"
 
 
