@@ -8,12 +8,15 @@ import functools
 import json
 import math
 import os
+import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager.context import context
 from tensorflow.python.trackable.base import CheckpointInitialValue
 
 from tfdist import phases
@@ -30,6 +33,7 @@ _OF_PEERS = (
     tf.errors.InternalError,
     tf.errors.UnavailableError,
 )
+_ABORTED = "Collective ops is aborted by: "  # TensorFlow's message after another task's error
 
 
 def is_chief() -> bool:
@@ -99,20 +103,25 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 
 @contextlib.contextmanager
 def naming_lost_peer(job: Job) -> Iterator[None]:
-    """Convert a failed collective to an error that names the neighbour in the ring.
+    """Convert a failed collective to an error that names the lost task.
 
-    Raise PeerLost if the neighbour exited. Raise UsageError if the neighbour runs another sum,
-    or if its data ended. Leave this task's own errors unchanged.
+    Raise PeerLost if the neighbour in the ring exited. Raise UsageError if the neighbour runs
+    another sum, or if its data ended. Leave this task's own errors unchanged. Without a ring,
+    raise PeerLost if TensorFlow reports a lost task or the block exceeds the job's timeout.
     """
+    if job.ring is None:
+        with _limiting_collectives(job) if job.has_peers else contextlib.nullcontext():
+            yield
+        return
     try:
         yield
     except (tf.errors.OpError, ConnectionError) as error:
-        lost = "" if job.ring is None else job.ring.lost
+        lost = job.ring.lost
         if not lost or not (lost in str(error) or isinstance(error, _OF_PEERS)):
             raise
-        if job.ring is not None and job.ring.stopped:
+        if job.ring.stopped:
             raise ends_differ(job.ring.stopped, f"not in {job.name}") from error
-        if job.ring is not None and job.ring.differs:
+        if job.ring.differs:
             theirs, mine = job.ring.differs
             raise UsageError(
                 "sums over the workers",
@@ -122,6 +131,28 @@ def naming_lost_peer(job: Job) -> Iterator[None]:
                 code="different-sums",
             ) from error
         raise PeerLost(f"{job.name}: {lost}") from error
+
+
+@contextlib.contextmanager
+def _limiting_collectives(job: Job) -> Iterator[None]:
+    """Abort TensorFlow's collectives after the job's timeout. Raise PeerLost for a lost task."""
+    late = f"no answer in a collective for {job.collective_timeout_s:g} s"
+    abort = functools.partial(context().abort_collective_ops, tf.errors.DEADLINE_EXCEEDED, late)
+    timer = threading.Timer(job.collective_timeout_s, abort)
+    timer.daemon = True
+    if job.collective_timeout_s:
+        timer.start()
+    try:
+        yield
+    except _OF_PEERS as error:
+        _, aborted, cause = str(error).partition(_ABORTED)
+        if not aborted:
+            raise
+        tasks = re.findall(r"^/job:(\w+)/replica:0/task:(\d+)$", cause, re.MULTILINE)
+        lost = ", ".join(f"{kind}-{index}" for kind, index in tasks) or "another worker"
+        raise PeerLost(f"{job.name}: lost {lost}: {cause.splitlines()[0]}") from error
+    finally:
+        timer.cancel()
 
 
 def ends_differ(first: str, other: str) -> UsageError:
@@ -151,11 +182,10 @@ def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:
     """
     if not job.has_peers:
         return values
-    with phases.waiting_for_all():
+    with phases.waiting_for_all(), naming_lost_peer(job):
         if job.ring is None:
             return _summer(job.strategy)(tf.constant(values)).numpy()
-        with naming_lost_peer(job):
-            return job.ring.sum(values, of=of)[0]
+        return job.ring.sum(values, of=of)[0]
 
 
 def of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> np.ndarray:

@@ -29,6 +29,8 @@ class Job:
       config: Decoded TF_CONFIG, `None` for a single process.
       ring: Ring that sums gradients over the workers, `None` if TensorFlow's collectives do.
       stages: Place in the pipeline, `None` in other jobs.
+      collective_timeout_s: Seconds for a step block or sum by TensorFlow's collectives, 0 for no
+        limit.
     """
 
     strategy: tf.distribute.Strategy
@@ -36,6 +38,7 @@ class Job:
     config: TaskConfig | None = None
     ring: Ring | None = None
     stages: Stages | None = None
+    collective_timeout_s: float = 0.0
 
     @property
     def has_peers(self) -> bool:
