@@ -37,15 +37,14 @@ class Receipt:
         return tuple(_release(each) for each in (self.python, self.tensorflow, self.keras))
 
 
-_MOVED = "Keras 3.16 moved modules that the training step replaces"
 RECEIPTS = (
     Receipt("3.11", "2.20.0", "3.14.1", "one process"),
     Receipt("3.11", "2.21.0", "3.15.1", "one process, jobs"),
-    Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704", problem=_MOVED),
+    Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704", "core"),
     Receipt("3.12", "2.20.0", "3.15.1", "one process"),
-    Receipt("3.12", "2.21.0", "3.16.0.dev2026102704", problem=_MOVED),
+    Receipt("3.12", "2.21.0", "3.16.0.dev2026102704", "core"),
     Receipt("3.12", "2.22.0rc0", "3.14.1"),
-    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", problem=_MOVED),
+    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", "core"),
     Receipt("3.13", "2.21.0", "3.14.1"),
     Receipt("3.13", "2.22.0rc0", "3.15.1", "one process"),
 )
@@ -58,6 +57,9 @@ def versions() -> dict[str, str]:
     for name in COMPARED:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
+    if "keras" not in found:  # TensorFlow's pre-releases require nightly
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found["keras"] = metadata.version("keras-nightly")
     with contextlib.suppress(OSError, IndexError):
         found["nvidia driver"] = _DRIVER.read_text().split("Module")[1].split()[0]
     return found
@@ -65,13 +67,14 @@ def versions() -> dict[str, str]:
 
 def verdict(found: Mapping[str, str]) -> str:
     """Return whether the versions of packages and of ``python`` are tested, untested or broken."""
-    if {"keras", "keras-nightly"} <= found.keys():  # TensorFlow's pre-releases require nightly
+    nightly = found.get("keras-nightly", "none")
+    if nightly not in ("none", found.get("keras", nightly)):
         return (
             "known broken: keras and keras-nightly overwrite each other's files. Fix: pip uninstall"
             " -y keras keras-nightly && pip install --no-deps 'keras==3.15.*'"
         )
     names = ("python", "tensorflow", "keras")
-    found = {"keras": found.get("keras-nightly", "none"), **found}
+    found = {"keras": nightly, **found}
     releases = tuple(_release(found.get(name, "none")) for name in names)
     for receipt in RECEIPTS:
         if receipt.releases == releases and (receipt.passed or receipt.problem):
