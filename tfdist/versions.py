@@ -21,8 +21,9 @@ class Receipt:
     """Tests that passed with three versions.
 
     Attributes:
-      passed: ``one process``, ``one process, jobs``, or empty if no test has passed.
+      passed: Names of the passed tests, which the README explains. Empty if no test has passed.
       problem: Reason that the tests fail, or empty.
+      serving: Release of tensorflow-serving-api that the ``serving`` extra installs.
     """
 
     python: str
@@ -30,6 +31,7 @@ class Receipt:
     keras: str
     passed: str = ""
     problem: str = ""
+    serving: str = "2.21.0"
 
     @property
     def releases(self) -> tuple[str, ...]:
@@ -38,13 +40,13 @@ class Receipt:
 
 
 RECEIPTS = (
-    Receipt("3.11", "2.20.0", "3.14.1", "one process"),
+    Receipt("3.11", "2.20.0", "3.14.1", "one process", serving="2.20.0"),
     Receipt("3.11", "2.21.0", "3.15.1", "one process, jobs"),
     Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704", "core"),
-    Receipt("3.12", "2.20.0", "3.15.1", "one process"),
+    Receipt("3.12", "2.20.0", "3.15.1", "one process", serving="2.20.0"),
     Receipt("3.12", "2.21.0", "3.16.0.dev2026102704", "core"),
     Receipt("3.12", "2.22.0rc0", "3.14.1"),
-    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", "core"),
+    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", "core", serving="2.20.0"),
     Receipt("3.13", "2.21.0", "3.14.1"),
     Receipt("3.13", "2.22.0rc0", "3.15.1", "one process"),
 )

@@ -71,7 +71,7 @@ def test_the_readme_shows_the_receipts():
     results = [r.passed or ("fails" if r.problem else "not run yet") for r in RECEIPTS]
     rows = zip(RECEIPTS, results, strict=True)
     assert table("README.md", "| Python | TensorFlow | Keras |") == [
-        [r.python, r.tensorflow, r.keras, result] for r, result in rows
+        [r.python, r.tensorflow, r.keras, r.serving, result] for r, result in rows
     ]
 
 
