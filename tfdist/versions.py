@@ -22,16 +22,12 @@ class Receipt:
 
     Attributes:
       passed: Names of the passed tests, which the README explains. Empty if no test has passed.
-      problem: Reason that the tests fail, or empty.
-      serving: Release of tensorflow-serving-api that the ``serving`` extra installs.
     """
 
     python: str
     tensorflow: str
     keras: str
     passed: str = ""
-    problem: str = ""
-    serving: str = "2.21.0"
 
     @property
     def releases(self) -> tuple[str, ...]:
@@ -40,15 +36,15 @@ class Receipt:
 
 
 RECEIPTS = (
-    Receipt("3.11", "2.20.0", "3.14.1", "one process", serving="2.20.0"),
+    Receipt("3.11", "2.20.0", "3.14.1", "one process, jobs"),
     Receipt("3.11", "2.21.0", "3.15.1", "one process, jobs"),
-    Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704", "core"),
-    Receipt("3.12", "2.20.0", "3.15.1", "one process", serving="2.20.0"),
+    Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704", "training"),
+    Receipt("3.12", "2.20.0", "3.15.1", "one process"),
     Receipt("3.12", "2.21.0", "3.16.0.dev2026102704", "core"),
-    Receipt("3.12", "2.22.0rc0", "3.14.1"),
-    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", "core", serving="2.20.0"),
-    Receipt("3.13", "2.21.0", "3.14.1"),
-    Receipt("3.13", "2.22.0rc0", "3.15.1", "one process"),
+    Receipt("3.12", "2.22.0rc0", "3.14.1", "core, jobs"),
+    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", "training"),
+    Receipt("3.13", "2.21.0", "3.14.1", "training"),
+    Receipt("3.13", "2.22.0rc0", "3.15.1", "one process, jobs"),
 )
 """Nine cells that contain each pair of versions. `make test-versions` runs them."""
 
@@ -79,9 +75,8 @@ def verdict(found: Mapping[str, str]) -> str:
     found = {"keras": nightly, **found}
     releases = tuple(_release(found.get(name, "none")) for name in names)
     for receipt in RECEIPTS:
-        if receipt.releases == releases and (receipt.passed or receipt.problem):
-            known = f"known broken: {receipt.problem}"
-            return known if receipt.problem else f"tested ({receipt.passed})"
+        if receipt.releases == releases and receipt.passed:
+            return f"tested ({receipt.passed})"
     together = ", ".join(f"{name} {each}" for name, each in zip(names, releases, strict=True))
     return f"untested: no test ran with {together} together"
 

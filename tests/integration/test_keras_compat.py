@@ -654,9 +654,9 @@ def test_stock_statistics_drift_apart(strategies):
         (
             functools.partial(keras.layers.BatchNormalization(), training=True),
             [2, 3, 3, 1],
-            {"SquaredDifference"},
+            {"Mean", "Rsqrt"},
         ),
-        (keras.layers.LayerNormalization(), [2, 3], {"SquaredDifference", "Mean", "Rsqrt"}),
+        (keras.layers.LayerNormalization(), [2, 3], {"Mean", "Rsqrt"}),
         (keras.layers.Activation("gelu"), [2, 3], {"Erfc"}),
         (keras.layers.EinsumDense("abc,cd->abd", (None, 6)), [2, 3, 4], {"BatchMatMulV2"}),
         (lambda x: keras.ops.dot_product_attention(x, x, x), [2, 3, 2, 4], {"Einsum"}),
@@ -674,7 +674,7 @@ def test_stock_adds_the_bias_to_a_product_of_another_shape():
     dense = tf.function(keras.layers.Dense(6), autograph=False)
     graph = dense.get_concrete_function(tf.ones([2, 3, 4])).graph
     (added,) = (one for one in graph.get_operations() if one.type == "BiasAdd")
-    assert added.inputs[0].op.type == "Reshape"
+    assert added.inputs[0].op.type in ("BatchMatMulV2", "Reshape")  # as in Keras 3.14 and 3.15
 
 
 @shows("Variable.assign_add", "Variable.assign_sub")
