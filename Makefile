@@ -124,10 +124,10 @@ lint: setup  ## ruff, mypy, the rooms' imports, and the declared packages
 
 # SETUPTOOLS' own build folder keeps files that were deleted, so each wheel is made from an sdist.
 wheel: setup  ## build the wheel twice, compare the bytes, and put it into dist
-	rm -rf build/wheel
+	rm -rf build/wheel && mkdir -p build dist
 	for n in 1 2; do SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH-$$(git log -1 --format=%ct)} $(PY) -m build -o build/wheel/$$n . >build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }; done
 	cmp build/wheel/1/*.whl build/wheel/2/*.whl
-	mkdir -p dist && cp build/wheel/1/*.whl dist
+	cp build/wheel/1/*.whl dist
 
 lock: .venv-tools/.ready  ## write requirements.lock from setup.cfg and constraints.txt
 	.venv-tools/bin/uv pip compile setup.cfg --extra all --extra dev -c constraints.txt --generate-hashes --universal \

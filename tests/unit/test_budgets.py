@@ -28,7 +28,7 @@ LINES = {
     "data": 2_669,
     "checkpoint": 2_778,
     "training": 8_198,
-    "ps, pipeline": 4_939,
+    "ps, pipeline": 4_936,
     "tuning": 3_136,
     "serving": 3_232,
     "around": 7_066,  # report, outputs, app, find, ops, audit, configs and the programs

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow.core import Variable
+from keras import Variable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist.strategy.group import VariablePart, part_of
