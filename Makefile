@@ -22,7 +22,7 @@ endef
 # The tests are meant for any machine, as the demo is, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-migrations test-browser test-versions \
+.PHONY: help setup demo test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-migrations test-browser test-versions test-gpu \
 	docs lint wheel lock audit chaos bench soak stress recovery clean
 
 help:  ## this list
@@ -103,6 +103,9 @@ test-browser: setup  ## the report of a run and the page of a service in a headl
 test-versions: setup .venv-tools/.ready  ## tests with Python 3.11 to 3.13, three releases of TensorFlow and of Keras; CELLS=3.13-2.22.0rc0-3.15.1
 	$(CPU_ONLY) TEST_ARGS="$(ARGS)" $(PY) -m tests.tools.versions $(CELLS)
 
+test-gpu: setup  ## every strategy on one GPU, in at most ten minutes, or with CPU=1 on CPUs; ARGS="single ps" for some parts
+	$(PY) -m benchmarks.gpu $(if $(CPU),--cpu) $(ARGS)
+
 docs: .venv-docs/.ready  ## the documentation site, in build/site, with warnings as errors
 	.venv-docs/bin/python docs/build_site.py
 
@@ -121,10 +124,10 @@ lint: setup  ## ruff, mypy, the rooms' imports, and the declared packages
 
 # SETUPTOOLS' own build folder keeps files that were deleted, so each wheel is made from an sdist.
 wheel: setup  ## build the wheel twice, compare the bytes, and put it into dist
-	rm -rf build/wheel
+	rm -rf build/wheel && mkdir -p build dist
 	for n in 1 2; do SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH-$$(git log -1 --format=%ct)} $(PY) -m build -o build/wheel/$$n . >build/wheel.log 2>&1 || { cat build/wheel.log; exit 1; }; done
 	cmp build/wheel/1/*.whl build/wheel/2/*.whl
-	mkdir -p dist && cp build/wheel/1/*.whl dist
+	cp build/wheel/1/*.whl dist
 
 lock: .venv-tools/.ready  ## write requirements.lock from setup.cfg and constraints.txt
 	.venv-tools/bin/uv pip compile setup.cfg --extra all --extra dev -c constraints.txt --generate-hashes --universal \

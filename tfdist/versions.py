@@ -21,15 +21,13 @@ class Receipt:
     """Tests that passed with three versions.
 
     Attributes:
-      passed: ``one process``, ``one process, jobs``, or empty if no test has passed.
-      problem: Reason that the tests fail, or empty.
+      passed: Names of the passed tests, which the README explains. Empty if no test has passed.
     """
 
     python: str
     tensorflow: str
     keras: str
     passed: str = ""
-    problem: str = ""
 
     @property
     def releases(self) -> tuple[str, ...]:
@@ -37,17 +35,16 @@ class Receipt:
         return tuple(_release(each) for each in (self.python, self.tensorflow, self.keras))
 
 
-_MOVED = "Keras 3.16 moved modules that the training step replaces"
 RECEIPTS = (
-    Receipt("3.11", "2.20.0", "3.14.1", "one process"),
+    Receipt("3.11", "2.20.0", "3.14.1", "one process, jobs"),
     Receipt("3.11", "2.21.0", "3.15.1", "one process, jobs"),
-    Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704", problem=_MOVED),
+    Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704", "training"),
     Receipt("3.12", "2.20.0", "3.15.1", "one process"),
-    Receipt("3.12", "2.21.0", "3.16.0.dev2026102704", problem=_MOVED),
-    Receipt("3.12", "2.22.0rc0", "3.14.1"),
-    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", problem=_MOVED),
-    Receipt("3.13", "2.21.0", "3.14.1"),
-    Receipt("3.13", "2.22.0rc0", "3.15.1", "one process"),
+    Receipt("3.12", "2.21.0", "3.16.0.dev2026102704", "core"),
+    Receipt("3.12", "2.22.0rc0", "3.14.1", "core, jobs"),
+    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", "training"),
+    Receipt("3.13", "2.21.0", "3.14.1", "training"),
+    Receipt("3.13", "2.22.0rc0", "3.15.1", "one process, jobs"),
 )
 """Nine cells that contain each pair of versions. `make test-versions` runs them."""
 
@@ -58,6 +55,9 @@ def versions() -> dict[str, str]:
     for name in COMPARED:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
+    if "keras" not in found:  # TensorFlow's pre-releases require nightly
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found["keras"] = metadata.version("keras-nightly")
     with contextlib.suppress(OSError, IndexError):
         found["nvidia driver"] = _DRIVER.read_text().split("Module")[1].split()[0]
     return found
@@ -65,18 +65,18 @@ def versions() -> dict[str, str]:
 
 def verdict(found: Mapping[str, str]) -> str:
     """Return whether the versions of packages and of ``python`` are tested, untested or broken."""
-    if {"keras", "keras-nightly"} <= found.keys():  # TensorFlow's pre-releases require nightly
+    nightly = found.get("keras-nightly", "none")
+    if nightly not in ("none", found.get("keras", nightly)):
         return (
             "known broken: keras and keras-nightly overwrite each other's files. Fix: pip uninstall"
             " -y keras keras-nightly && pip install --no-deps 'keras==3.15.*'"
         )
     names = ("python", "tensorflow", "keras")
-    found = {"keras": found.get("keras-nightly", "none"), **found}
+    found = {"keras": nightly, **found}
     releases = tuple(_release(found.get(name, "none")) for name in names)
     for receipt in RECEIPTS:
-        if receipt.releases == releases and (receipt.passed or receipt.problem):
-            known = f"known broken: {receipt.problem}"
-            return known if receipt.problem else f"tested ({receipt.passed})"
+        if receipt.releases == releases and receipt.passed:
+            return f"tested ({receipt.passed})"
     together = ", ".join(f"{name} {each}" for name, each in zip(names, releases, strict=True))
     return f"untested: no test ran with {together} together"
 

@@ -331,6 +331,8 @@ def with_a_layer_made_outside(strategy):
 
 
 def around(outside):
+    if not hasattr(keras.optimizers, "MultiOptimizer"):  # before Keras 3.15
+        return lambda: keras.optimizers.LossScaleOptimizer(outside)
     return lambda: keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(outside))
 
 

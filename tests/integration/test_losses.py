@@ -5,6 +5,7 @@ import functools
 import keras
 import pytest
 import tensorflow as tf
+from keras.src.backend.common.masking import set_keras_mask
 
 from tests.integration.test_conformance import (
     MEAN,
@@ -49,7 +50,7 @@ class InALoop(keras.Sequential):
     def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
         def add(i, total):
             predicted = tf.identity(y_pred)
-            keras.src.backend.set_keras_mask(predicted, tf.not_equal(predicted, 0))
+            set_keras_mask(predicted, tf.not_equal(predicted, 0))
             return i + 1, total + self.loss(y, predicted)
 
         return tf.while_loop(lambda i, _: i < 2, add, [0, 0.0])[1]

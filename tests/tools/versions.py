@@ -19,20 +19,15 @@ from pathlib import Path
 from tfdist.versions import RECEIPTS
 
 ROOT = Path(__file__).parents[2]
-ONE_PROCESS = [f"tests/integration/test_{name}.py" for name in ("equivalence", "conformance")]
-ONE_PROCESS += ["tests/integration/test_resume.py", "tests/field"]
-OF_STOCK = "tests/integration/test_keras_compat.py"
+CORE = ["-m", "not slow and not alone", "tests/unit", "tests/integration"]
 OF_HUB = "tests/field/test_keras_hub.py"
-ALSO = {
-    "3.11-2.20.0-3.14.1": ["tests/multiprocess"],
-    "3.11-2.21.0-3.15.1": [OF_STOCK, "tests/multiprocess"],
-    "3.12-2.20.0-3.15.1": ["tests/unit"],
-    "3.12-2.21.0-3.16.0.dev2026102704": [OF_STOCK],
-    "3.12-2.22.0rc0-3.14.1": ["tests/multiprocess"],
-    "3.13-2.22.0rc0-3.15.1": ["tests/unit", "tests/multiprocess"],
-}
-"""Tests of a cell beside ONE_PROCESS: the oldest versions, the default, the newest TensorFlow and
-the newest Python also run jobs."""
+WITH_JOBS = (
+    "3.11-2.20.0-3.14.1",
+    "3.11-2.21.0-3.15.1",
+    "3.12-2.22.0rc0-3.14.1",
+    "3.13-2.22.0rc0-3.15.1",
+)
+"""The oldest versions, the default, the newest TensorFlow and the newest Python also run jobs."""
 
 # Packages that follow from the cell's TensorFlow and Keras.
 _FREE = re.compile(r"(tensorflow.*|keras.*|protobuf|tensorboard|h5py|ml_dtypes|numpy|grpcio.*)==")
@@ -57,14 +52,14 @@ def run(name: str) -> str:
     has_hub = not tensorflow.startswith("2.22") and not keras.startswith("3.14")
     python = environment(name, interpreter, has_hub=has_hub)
     # keras-hub requires tensorflow-text, which has no release for TensorFlow 2.22, and Keras 3.15.
-    words = shlex.split(os.environ.get("TEST_ARGS", "")) or [
-        *ONE_PROCESS,
-        *ALSO.get(name, []),
-        *([] if has_hub else [f"--ignore={OF_HUB}"]),
-    ]
-    print(f"== {name}: pytest {shlex.join(words)}", flush=True)
-    done = subprocess.run([python, "-m", "pytest", *words], cwd=ROOT)
-    return "failed" if done.returncode else "passed"
+    jobs = ["tests/multiprocess"] if name in WITH_JOBS else []
+    field = ["tests/field", *([] if has_hub else [f"--ignore={OF_HUB}"])]
+    given = shlex.split(os.environ.get("TEST_ARGS", ""))
+    codes = []
+    for words in [given] if given else [[*CORE, *jobs], field]:
+        print(f"== {name}: pytest {shlex.join(words)}", flush=True)
+        codes.append(subprocess.run([python, "-m", "pytest", *words], cwd=ROOT).returncode)
+    return "failed" if any(codes) else "passed"
 
 
 def interpreter_of(version: str) -> str | None:

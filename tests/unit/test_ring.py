@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdist import phases
 from tfdist.cluster import hold_ports
 from tfdist.errors import PeerLost, UsageError
+from tfdist.strategy import group
 from tfdist.strategy import ring as ring_module
 from tfdist.strategy.group import naming_lost_peer
 from tfdist.strategy.ring import Ring, accepted, connect
@@ -253,6 +254,53 @@ def test_only_what_comes_of_a_lost_peer_is_called_so(kind, text, raised):
     ring = types.SimpleNamespace(lost="lost worker-1: reset", differs=None, stopped="")
     with pytest.raises(raised), naming_lost_peer(types.SimpleNamespace(ring=ring, name="w")):
         raise kind(None, None, text)
+
+
+ABORTED = "Collective ops is aborted by: "
+HEARTBEATS = f"{ABORTED}Error reported: unhealthy:\n/job:worker/replica:0/task:1\nThe tasks"
+
+
+def without_ring(timeout_s=0.0):
+    return types.SimpleNamespace(
+        ring=None, has_peers=True, name="worker-0", collective_timeout_s=timeout_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "raised", "says"),
+    [
+        (tf.errors.UnavailableError, HEARTBEATS, PeerLost, "lost worker-1"),
+        (tf.errors.UnavailableError, f"{ABORTED}reset", PeerLost, "lost another worker: reset"),
+        (tf.errors.UnavailableError, "of a data service", tf.errors.UnavailableError, "data"),
+        (tf.errors.InternalError, "cuDNN", tf.errors.InternalError, "cuDNN"),
+    ],
+)
+def test_an_aborted_collective_of_tensorflow_names_the_lost_worker(kind, text, raised, says):
+    with pytest.raises(raised, match=says), naming_lost_peer(without_ring()):
+        raise kind(None, None, text)
+
+
+def test_a_collective_of_tensorflow_is_aborted_after_its_timeout(monkeypatch):
+    aborted, said = threading.Event(), []
+
+    def abort(code, text):
+        said.append((code, text))
+        aborted.set()
+
+    def abortion():
+        assert aborted.wait(DEADLINE_S)
+        return said[0][1]
+
+    monkeypatch.setattr(group, "context", lambda: types.SimpleNamespace(abort_collective_ops=abort))
+    with (
+        pytest.raises(PeerLost, match="no answer in a collective"),
+        naming_lost_peer(without_ring(0.01)),
+    ):
+        raise tf.errors.DeadlineExceededError(None, None, f"{ABORTED}{abortion()}")
+    assert said[0][0] == tf.errors.DEADLINE_EXCEEDED
+    with naming_lost_peer(without_ring(DEADLINE_S)):
+        pass
+    assert len(said) == 1
 
 
 def joined(size, *, timeout_s=30.0, replace=None):

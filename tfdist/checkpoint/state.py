@@ -21,7 +21,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.models.model import Trainer
 
 from tfdist.checkpoint.format import raw_bytes
 from tfdist.errors import named, require
@@ -60,7 +60,7 @@ def _all_optimizers(model: keras.Model) -> Iterator[Any]:
     optimizer = getattr(model, "optimizer", None)  # Keras sets it in compile
     if optimizer is not None:
         yield optimizer
-    if type(model).train_step is TensorFlowTrainer.train_step:
+    if type(model).train_step is Trainer.train_step:
         return
     for layer in model._flatten_layers():
         for value in vars(layer).values():

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist import phases
-from tfdist.elastic.mesh import Compute
+from tfdist.elastic.mesh import Compute, Mesh
 from tfdist.elastic.shards import Array, tree_sum
 from tfdist.errors import require
 from tfdist.strategy import Job
 from tfdist.training.engines import SynchronousEngine
-from tfdist.training.feed import Part
+from tfdist.training.feed import Feed, Part
 from tfdist.training.keras_compat import StepTrace, compiled, random_key, tracing
 from tfdist.training.program import LoopState, StepProgram, as_number, run_replica
 
@@ -34,6 +35,7 @@ class ElasticEngine(SynchronousEngine):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._programs: dict[StepProgram, _Shards] = {}
+        self._mesh = job.ring if isinstance(job.ring, Mesh) else None
 
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
@@ -53,7 +55,7 @@ class ElasticEngine(SynchronousEngine):
 
     def begin(self, program: StepProgram) -> LoopState | None:
         """Begin a training loop. A task that joins compiles its step, and waits for the state."""
-        mesh = self._job.ring
+        mesh = self._mesh
         if mesh is None or not mesh.begin_loop():
             return None
         shards = self._programs.setdefault(program, _Shards(program, self._job))
@@ -65,7 +67,7 @@ class ElasticEngine(SynchronousEngine):
     @property
     def joining(self) -> int | None:
         """Task that waits to join the loop, in the chief."""
-        waiting = self._job.ring.knocking if self._job.ring is not None else []
+        waiting = self._mesh.knocking if self._mesh is not None else []
         return waiting[0] if waiting else None
 
     def admit(self, task: int, state: Callable[[], LoopState]) -> None:
@@ -76,20 +78,22 @@ class ElasticEngine(SynchronousEngine):
             text = json.dumps({"loop": found.loop, "names": list(found.arrays)}).encode()
             return [np.frombuffer(text, np.uint8), *found.arrays.values()]
 
-        self._job.ring.admit(task, arrays)
+        assert self._mesh is not None
+        self._mesh.admit(task, arrays)
 
     def go_on(self) -> None:
         """Take part in the operations of the loop that this task has joined."""
-        self._job.ring.go_online()
+        assert self._mesh is not None
+        self._mesh.go_online()
 
     def close(self) -> None:
         """End the training loop, which no task can join from now on."""
-        if self._job.ring is not None:
-            self._job.ring.end_loop()
+        if self._mesh is not None:
+            self._mesh.end_loop()
 
     def _total(self, compute: Compute) -> list[Array]:
         """Return the sums over all shards of the arrays of `compute`."""
-        count, mesh = self._job.num_replicas, self._job.ring
+        count, mesh = self._job.num_replicas, self._mesh
         if mesh is None:
             return tree_sum({(s, s + 1): compute(s) for s in range(count)}, 0, count)
         with phases.waiting_for_all():
@@ -98,6 +102,10 @@ class ElasticEngine(SynchronousEngine):
 
 class _Batches:
     """This task's parts of a step's batch, by shard. The shards follow the members."""
+
+    _shards_of: ClassVar[weakref.WeakKeyDictionary[Feed, tuple[int, ...]]] = (
+        weakref.WeakKeyDictionary()
+    )
 
     def __init__(self, program: StepProgram, job: Job, step: int) -> None:
         self._feed, self._job, self._step = program.feed, job, step
@@ -110,9 +118,9 @@ class _Batches:
             return None
         if shard not in self._parts:
             own = self._job.replica_ids
-            if self._parts or getattr(feed, "shards", own) != own:
+            if self._parts or self._shards_of.get(feed, own) != own:
                 feed.close()  # its iterator has the parts of other shards
-            feed.shards = own
+            self._shards_of[feed] = own
             self._parts |= zip(own, next(feed.iterator(self._step)), strict=True)
         return self._parts[shard]
 

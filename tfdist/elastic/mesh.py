@@ -25,7 +25,7 @@ import numpy as np
 from tfdist import phases
 from tfdist.elastic.shards import Array, Block, blocks_of, shards_of, tree_sum
 from tfdist.errors import require
-from tfdist.strategy.ring import chunks_of, remove_first, views_of
+from tfdist.strategy.ring import Members, chunks_of, remove_first, views_of
 
 _HEADER = struct.Struct("<IQI")  # epoch, number of the operation, checksum of its description
 _MOST_BYTES, _MOST_FDS = 1 << 16, 64
@@ -44,7 +44,7 @@ class _Broken(Exception):
     """A peer has exited. The launcher announces a view without it."""
 
 
-class Mesh:
+class Mesh(Members):
     """This member's connections to the launcher and to the other members.
 
     Args:

@@ -140,6 +140,7 @@ class MemberAdmits:
     joining: Task
 
 
+MemberEvent = MemberReady | MemberAcked | MemberKnocks | MemberAdmits
 Event = (
     Started
     | Raised

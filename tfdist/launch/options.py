@@ -92,6 +92,10 @@ def _require_multiworker(options: LaunchOptions) -> None:
     if options.strategy not in (AUTO.name, "multiworker", "elastic"):
         fix = "leave --elastic out, or use --strategy multiworker"
         _refuse("elastic", f"a {options.strategy} job is not elastic", fix)
+    if options.hosts is not None or options.on not in (None, "local"):
+        _refuse("elastic", "an elastic job runs on one host", "leave --hosts and --on out")
+    if options.evaluator:
+        _refuse("elastic", "an elastic job has no evaluator", "pass validation_data to fit")
 
 
 def _check_strategy(options: LaunchOptions) -> None:

@@ -28,6 +28,7 @@ from tfdist.launch.events import (
     KillOne,
     MemberAcked,
     MemberAdmits,
+    MemberEvent,
     MemberKnocks,
     MemberReady,
     Raised,
@@ -156,7 +157,7 @@ class _Decision:
             ended = replace(ended, cause="exited before the chief (exit code 0)")
         state.root_cause.ended(ended, since_s=self._since_s, now_s=self._now_s)
 
-    def _see_member(self, event: Event, membership: Membership) -> None:
+    def _see_member(self, event: MemberEvent, membership: Membership) -> None:
         """Change the members of an elastic job after a message of a member."""
         index = event.task.index
         match event:
@@ -199,7 +200,8 @@ class _Decision:
 
     def _fence(self, task: Task, reason: str) -> None:
         """Kill a member that cannot go on with the others."""
-        if not self._is_in_use(task):
+        known = self._state.tasks[task]
+        if not known.is_running or known.failed_alone is not None:
             return
         failure = Failure(task=task, cause=reason, exit_code=1, at_s=self._now_s)
         if not self._go_on(self._dated(failure)):

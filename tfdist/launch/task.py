@@ -189,7 +189,7 @@ def _line(text: str) -> None:
 
 
 _TRAINING = {
-    "keras.src.backend.tensorflow.trainer": ("TensorFlowTrainer", ("fit", "train_on_batch")),
+    "keras.src.models.model": ("Trainer", ("fit", "train_on_batch")),
     "keras.src.optimizers.base_optimizer": ("BaseOptimizer", ("apply",)),
 }
 """Keras modules, with the class and methods that every training calls."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow.core import Variable
+from keras import Variable
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
@@ -85,7 +85,6 @@ class UpdateCounts:
 #
 # Within an update an optimizer sees the server's count (see `UpdateCounts`). Keras computes the
 # learning rate there a second time, for weight decay.
-# Ended by: no release, Keras 3.15.1 included.
 
 
 @replaces(BaseOptimizer, "_get_current_learning_rate", issue=f"{_BASE}#L777")
@@ -100,7 +99,6 @@ def _of_the_step(original: Original, trace: StepTrace, self: Any) -> Any:
 #
 # Keras tests whether the count equals that step. If two workers read the count before it and both
 # add 1, the count skips that step. The scale would then not grow until gradients overflow.
-# Ended by: no release, Keras 3.15.1 included.
 
 
 @replaces(
@@ -123,7 +121,6 @@ def _growing_past_the_step(
 # updates use the same sum. Here an atomic operation adds a gradient. An update subtracts from a sum
 # the value that it read, on the server and under a lock. Elements that are not finite restart at 0,
 # as in Keras.
-# Ended by: no release, Keras 3.15.1 included.
 
 
 def taken(variable: Any) -> tf.Tensor:
@@ -158,7 +155,10 @@ def _take_sum(part: Any) -> tf.Tensor:
 
 # Before the condition on finite gradients, in which Keras makes a RuntimeError of each error.
 @replaces(
-    LossScaleOptimizer, "_common_apply", issue=f"{_KERAS}/optimizers/loss_scale_optimizer.py#L231"
+    LossScaleOptimizer,
+    "_common_apply",
+    issue=f"{_KERAS}/optimizers/loss_scale_optimizer.py#L231",
+    until=(3, 16),
 )
 def _about_to_unscale(
     original: Original, trace: StepTrace, self: Any, grads: Any, trainable_variables: Any = None
@@ -213,7 +213,6 @@ def _are_on_servers(variables: Iterable[Any]) -> bool:
 # sends the new averages, while other workers do the same. Keras starts the averages in step 0.
 # Under ps another step may be the first to finish. If that step replaced weights by averages, it
 # would use averages that have not started.
-# Ended by: no release, Keras 3.15.1 included.
 
 
 @replaces(BaseOptimizer, "_update_model_variables_moving_average", issue=f"{_BASE}#L970")
@@ -244,7 +243,6 @@ def _on_their_servers(
 #
 # Muon has its own weight decay, which reads and writes each weight on the worker. Writes by other
 # workers between that read and that write are lost.
-# Ended by: no release, Keras 3.15.1 included.
 
 
 @replaces(Muon, "_apply_weight_decay", issue=f"{_KERAS}/optimizers/muon.py#L293")
@@ -270,7 +268,6 @@ def _subtracted(original: Original, trace: StepTrace, self: Any, variables: Any)
 # Keras reads the updated variable, constrains it and writes it back. On the worker, this sends the
 # variable over the network twice, and loses the writes of other workers in between. The worker
 # still constrains a split variable, because a constraint may need the whole value.
-# Ended by: no release, Keras 3.15.1 included.
 
 
 @replaces(Variable, "constraint", issue=f"{_BASE}#L530")

@@ -314,6 +314,7 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     keep_freed_memory(os.environ)
     protos = tf.compat.v1.ConfigProto()
+    protos.gpu_options.allow_growth = True  # workers may share a GPU, and the server takes all
     if "TF_NUM_INTEROP_THREADS" not in os.environ:
         # Fewer threads than closures in flight can deadlock a server on a small machine.
         protos.inter_op_parallelism_threads = max(len(config.cluster.worker) + 2, 4)

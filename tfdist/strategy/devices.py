@@ -52,9 +52,13 @@ def usable_cores() -> int:
 
 
 def grow_gpu_memory() -> None:
-    """Let TensorFlow allocate GPU memory on demand, so that processes can share a GPU."""
+    """Let TensorFlow allocate GPU memory on demand, so that processes can share a GPU.
+
+    TensorFlow refuses this for a GPU that the program has divided: each part has a limit.
+    """
     for gpu in tf.config.list_physical_devices("GPU"):
-        tf.config.experimental.set_memory_growth(gpu, True)
+        if not tf.config.get_logical_device_configuration(gpu):
+            tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def send_in_large_pieces() -> None:
@@ -69,9 +73,18 @@ def send_in_large_pieces() -> None:
     context._config = config
 
 
+def logical_devices(kind: str) -> list[str]:
+    """Return the names of the visible ``GPU`` or ``CPU`` devices, or of their parts.
+
+    TensorFlow's own function would start the devices.
+    """
+    parts = map(tf.config.get_logical_device_configuration, tf.config.get_visible_devices(kind))
+    return [f"{kind}:{i}" for i in range(sum(len(part or [None]) for part in parts))]
+
+
 def one_device() -> str:
     """Return the name of the first GPU, or of the CPU if there is no GPU."""
-    return "/GPU:0" if tf.config.list_physical_devices("GPU") else "/CPU:0"
+    return "/GPU:0" if logical_devices("GPU") else "/CPU:0"
 
 
 def replica_devices(count: int | None) -> list[str]:
@@ -80,7 +93,7 @@ def replica_devices(count: int | None) -> list[str]:
     The default is every GPU, or one logical CPU for each core. Raises UsageError if `count` is
     too large.
     """
-    gpus = tf.config.list_physical_devices("GPU")
+    gpus = logical_devices("GPU")
     if gpus:
         _require_at_most(len(gpus), count, of="visible GPUs")
         return [f"/GPU:{i}" for i in range(count or len(gpus))]

@@ -8,18 +8,22 @@ import functools
 import json
 import math
 import os
+import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager.context import context
 from tensorflow.python.trackable.base import CheckpointInitialValue
 
 from tfdist import phases
 from tfdist.cluster import read_environment, resolved_kind
 from tfdist.errors import PeerLost, UsageError, require
 from tfdist.strategy.job import Job, current_job
+from tfdist.strategy.ring import Members, Ring
 
 _PIECE_WORDS = 2**22
 _MARK = "_tfdist_part"
@@ -30,6 +34,7 @@ _OF_PEERS = (
     tf.errors.InternalError,
     tf.errors.UnavailableError,
 )
+_ABORTED = "Collective ops is aborted by: "  # TensorFlow's message after another task's error
 
 
 def is_chief() -> bool:
@@ -99,20 +104,25 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
 
 @contextlib.contextmanager
 def naming_lost_peer(job: Job) -> Iterator[None]:
-    """Convert a failed collective to an error that names the neighbour in the ring.
+    """Convert a failed collective to an error that names the lost task.
 
-    Raise PeerLost if the neighbour exited. Raise UsageError if the neighbour runs another sum,
-    or if its data ended. Leave this task's own errors unchanged.
+    Raise PeerLost if the neighbour in the ring exited. Raise UsageError if the neighbour runs
+    another sum, or if its data ended. Leave this task's own errors unchanged. Without a ring,
+    raise PeerLost if TensorFlow reports a lost task or the block exceeds the job's timeout.
     """
+    if job.ring is None:
+        with _limiting_collectives(job) if job.has_peers else contextlib.nullcontext():
+            yield
+        return
     try:
         yield
     except (tf.errors.OpError, ConnectionError) as error:
-        lost = "" if job.ring is None else job.ring.lost
+        lost = job.ring.lost
         if not lost or not (lost in str(error) or isinstance(error, _OF_PEERS)):
             raise
-        if job.ring is not None and job.ring.stopped:
+        if job.ring.stopped:
             raise ends_differ(job.ring.stopped, f"not in {job.name}") from error
-        if job.ring is not None and job.ring.differs:
+        if job.ring.differs:
             theirs, mine = job.ring.differs
             raise UsageError(
                 "sums over the workers",
@@ -122,6 +132,28 @@ def naming_lost_peer(job: Job) -> Iterator[None]:
                 code="different-sums",
             ) from error
         raise PeerLost(f"{job.name}: {lost}") from error
+
+
+@contextlib.contextmanager
+def _limiting_collectives(job: Job) -> Iterator[None]:
+    """Abort TensorFlow's collectives after the job's timeout. Raise PeerLost for a lost task."""
+    late = f"no answer in a collective for {job.collective_timeout_s:g} s"
+    abort = functools.partial(context().abort_collective_ops, tf.errors.DEADLINE_EXCEEDED, late)
+    timer = threading.Timer(job.collective_timeout_s, abort)
+    timer.daemon = True
+    if job.collective_timeout_s:
+        timer.start()
+    try:
+        yield
+    except _OF_PEERS as error:
+        _, aborted, cause = str(error).partition(_ABORTED)
+        if not aborted:
+            raise
+        tasks = re.findall(r"^/job:(\w+)/replica:0/task:(\d+)$", cause, re.MULTILINE)
+        lost = ", ".join(f"{kind}-{index}" for kind, index in tasks) or "another worker"
+        raise PeerLost(f"{job.name}: lost {lost}: {cause.splitlines()[0]}") from error
+    finally:
+        timer.cancel()
 
 
 def ends_differ(first: str, other: str) -> UsageError:
@@ -151,11 +183,10 @@ def sum_over_tasks(job: Job, values: np.ndarray, *, of: str) -> np.ndarray:
     """
     if not job.has_peers:
         return values
-    with phases.waiting_for_all():
+    with phases.waiting_for_all(), naming_lost_peer(job):
         if job.ring is None:
             return _summer(job.strategy)(tf.constant(values)).numpy()
-        with naming_lost_peer(job):
-            return job.ring.sum(values, of=of)[0]
+        return job.ring.sum(values, of=of)[0]
 
 
 def of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> np.ndarray:
@@ -163,7 +194,7 @@ def of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> 
     table = np.zeros((job.num_tasks, len(values)))
     table[job.task_index] = values
     table = sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)
-    if job.shards is not None and job.ring is not None:
+    if isinstance(job.ring, Members):
         table[job.ring.absent] = table[job.task_index]  # lost members have no values
     return table
 
@@ -329,7 +360,7 @@ class VariablePart:
 
 def own_part(job: Job, shape: tuple[int, ...]) -> VariablePart:
     """Return this worker's part of a variable of this shape."""
-    assert job.ring is not None
+    assert isinstance(job.ring, Ring)
     first, end = job.ring.part(math.prod(shape))
     return VariablePart(shape=shape, first=first, end=end)
 
@@ -348,7 +379,7 @@ def gathered(job: Job, variable: Any) -> np.ndarray[Any, Any]:
     """Return the whole array of a variable that the workers hold in parts. A collective."""
     part, ring = part_of(variable), job.ring
     assert part is not None
-    assert ring is not None
+    assert isinstance(ring, Ring)
     with phases.waiting_for_all(), naming_lost_peer(job):
         mine = np.asarray(variable.numpy())
         (flat,) = ring.all_gather(mine, sizes=[part.size], of="the parts of a variable")

@@ -16,7 +16,7 @@ from tfdist.cluster import AUTO, KINDS, Kind, TaskConfig, read_environment, reso
 from tfdist.errors import UsageError
 from tfdist.strategy.native import route_keras
 from tfdist.strategy.pipeline_setup import Stages
-from tfdist.strategy.ring import Ring
+from tfdist.strategy.ring import Members, Ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,17 +27,20 @@ class Job:
       strategy: TensorFlow strategy of the model's variables.
       kind: Kind of the strategy, one of `KINDS`.
       config: Decoded TF_CONFIG, `None` for a single process.
-      ring: Ring that sums gradients over the workers, `None` if TensorFlow's collectives do.
+      ring: Ring or members that sum over the workers, `None` if TensorFlow's collectives do.
       stages: Place in the pipeline, `None` in other jobs.
       shards: Number of parts of each batch in an elastic job, `None` in other jobs.
+      collective_timeout_s: Seconds for a step block or sum by TensorFlow's collectives, 0 for no
+        limit.
     """
 
     strategy: tf.distribute.Strategy
     kind: Kind
     config: TaskConfig | None = None
-    ring: Ring | None = None
+    ring: Ring | Members | None = None
     stages: Stages | None = None
     shards: int | None = None
+    collective_timeout_s: float = 0.0
 
     @property
     def has_peers(self) -> bool:
@@ -107,7 +110,8 @@ class Job:
     def replica_ids(self) -> tuple[int, ...]:
         """Global ids of this task's replicas, in the order of its devices."""
         if self.shards is not None:
-            return tuple(self.ring.own_shards(self.shards) if self.ring else range(self.shards))
+            members = self.ring if isinstance(self.ring, Members) else None
+            return tuple(members.own_shards(self.shards) if members else range(self.shards))
         if self.num_replicas == 1:
             return (0,)
         extended = self.strategy.extended

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import one_device_strategy
 
 from tfdist.errors import near, require, require_one_of
+from tfdist.strategy.devices import logical_devices
 
 _GRADIENTS = "gradient_tape/"
 
@@ -160,16 +161,6 @@ def _path(layer: Any) -> str:
     return "/".join(filter(None, (layer._parent_path, layer.name)))
 
 
-def _devices() -> list[str]:
-    """Return the names of all visible devices, without initializing them in TensorFlow."""
-    found = []
-    for kind in ("CPU", "GPU"):
-        each = map(tf.config.get_logical_device_configuration, tf.config.get_visible_devices(kind))
-        count = sum(len(parts or [None]) for parts in each)
-        found += [f"{kind}:{i}" for i in range(count)]
-    return found
-
-
 def _device(pattern: str, name: str) -> str:
     """Return TensorFlow's name of an existing device. ``CPU`` means the first CPU."""
     re.compile(pattern)
@@ -177,7 +168,7 @@ def _device(pattern: str, name: str) -> str:
     require_one_of(
         f"placement[{pattern!r}]",
         short if ":" in short else f"{short}:0",
-        _devices(),
+        logical_devices("CPU") + logical_devices("GPU"),
         fix="use an existing device, or split the CPU before make_strategy with "
         "tf.config.set_logical_device_configuration",
         code="devices",

@@ -42,6 +42,7 @@ from tfdist.strategy.ring import Ring, connect
 
 _LOG = logging.getLogger(__name__)
 _NEIGHBOURS_S = 20.0
+_COLLECTIVE_S = 3600.0  # workers also wait for a callback of the chief that evaluates or uploads
 
 
 @without_renamed("make_strategy")
@@ -78,7 +79,8 @@ def make_strategy(
         ``{"embedding": "CPU", "block[34]": "GPU:1"}``. A layer uses the first expression that
         matches its path. Other layers use the first GPU, or the CPU.
       communication_options: Options of the all-reduce under multiworker (default: tfdist's ring
-        on CPUs, TensorFlow's choice on GPUs).
+        on CPUs, TensorFlow's choice on GPUs). Without tfdist's ring, a step block or sum that
+        takes longer than their `timeout_seconds` raises PeerLost (default: 3600, 0: never).
       environ: Environment with TF_CONFIG or a scheduler's variables (default: `os.environ`).
 
     Raises:
@@ -139,7 +141,7 @@ def _resolve(strategy: str, config: TaskConfig | None, placement: Mapping[str, s
     if kind is AUTO:
         kind = resolved
     if kind is AUTO:
-        several = len(tf.config.list_physical_devices("GPU")) > 1 and not placement
+        several = len(devices.logical_devices("GPU")) > 1 and not placement
         kind = KINDS["mirrored" if several else "single"]
     require(
         kind.has_one_replica or not placement,
@@ -212,14 +214,14 @@ def multiworker_job(
 ) -> Job:
     """Return the job of several workers, with a ring on CPUs unless options choose otherwise."""
     is_ours = communication_options is None
-    gpus, timeout_s = tf.config.list_physical_devices("GPU"), options.startup_timeout_s
-    implementation = tf.distribute.experimental.CommunicationImplementation
-    ring = implementation.AUTO if gpus else implementation.RING
+    gpus, timeout_s = devices.logical_devices("GPU"), options.startup_timeout_s
+    made = tf.distribute.experimental.CommunicationOptions
+    chosen = communication_options or made(implementation="AUTO" if gpus else "RING")
+    limit_s = chosen.timeout_seconds
+    # TensorFlow starts a thread for each collective that sleeps for the whole timeout. The job has
+    # one timer instead (`group.naming_lost_peer`).
+    communication_options = made(chosen.bytes_per_pack, implementation=chosen.implementation)
     devices.send_in_large_pieces()
-    communication_options = (
-        communication_options
-        or tf.distribute.experimental.CommunicationOptions(implementation=ring)
-    )
     rendezvous.await_peers(config, timeout_s=timeout_s)
     with (
         rendezvous.last_resort(timeout_s=timeout_s + rendezvous.LATER_S),
@@ -238,7 +240,12 @@ def multiworker_job(
         fix="give every task the same number of visible devices",
         code="devices",
     )
-    job = Job(strategy=strategy, kind=KINDS["multiworker"], config=config)
+    job = Job(
+        strategy=strategy,
+        kind=KINDS["multiworker"],
+        config=config,
+        collective_timeout_s=_COLLECTIVE_S if limit_s is None else limit_s,
+    )
     give_sigterm_back()
     return _in_ring(job) if is_ours else job
 
@@ -246,7 +253,7 @@ def multiworker_job(
 def _in_ring(job: Job) -> Job:
     """Return the same job with a ring for its gradients, if it trains on CPUs."""
     config = job.config
-    if config is None or job.num_replicas == 1 or tf.config.list_physical_devices("GPU"):
+    if config is None or job.num_replicas == 1 or devices.logical_devices("GPU"):
         return job
     rank, tasks = job.replica_ids[0], config.cluster.training_tasks()
     addresses = [config.cluster.address(task) for task in tasks]
@@ -282,13 +289,23 @@ def _require_devices(options: JobOptions, kind: Kind, config: TaskConfig | None)
     """Raise UsageError if `devices_per_worker` is not the number of devices that a worker uses.
 
     Under multiworker TensorFlow uses all visible GPUs, or exactly one CPU. Under ps Keras'
-    optimizers cannot update the variables of several devices. A single process can choose its
-    devices. An evaluator ignores the option.
+    optimizers cannot update the variables of several devices, and TensorFlow would repeat each
+    batch on every GPU that a worker sees. A single process can choose its devices. An evaluator
+    ignores the option.
     """
+    gpus = len(devices.logical_devices("GPU"))
+    if kind.has_servers and config is not None and config.task.type == "worker":
+        require(
+            gpus < 2,
+            f"{config.task}",
+            f"a {kind} worker computes on one device, but {gpus} GPUs are visible",
+            fix="set CUDA_VISIBLE_DEVICES to one GPU, and start a worker for each GPU",
+            code="devices",
+        )
     can_choose = kind.is_one_process and not kind.has_one_device
     if can_choose or (config is not None and config.task.type == "evaluator"):
         return
-    count = 1 if kind.has_one_device else len(tf.config.list_physical_devices("GPU")) or 1
+    count = 1 if kind.has_one_device else gpus or 1
     each = "one device" if kind.has_one_device else "each visible GPU, or a CPU"
     require(
         options.devices_per_worker in (None, count),
@@ -303,7 +320,7 @@ def resolver(
     config: TaskConfig, *, most_gpus: int | None = None
 ) -> tf.distribute.cluster_resolver.ClusterResolver:
     """Return TensorFlow's description of the cluster, with at most `most_gpus` in each task."""
-    gpus = len(tf.config.list_physical_devices("GPU")[:most_gpus])
+    gpus = len(devices.logical_devices("GPU")[:most_gpus])
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(config.cluster.as_dict()),
         task_type=config.task.type,

@@ -18,7 +18,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.models.model import Trainer
 
 from tfdist.errors import require
 
@@ -43,14 +43,14 @@ def route_keras(*, is_chief: bool | None = None) -> None:
 @functools.cache
 def _route_trainer() -> None:
     for name in _METHODS:
-        function: Any = inspect.unwrap(getattr(TensorFlowTrainer, name))
+        function: Any = inspect.unwrap(getattr(Trainer, name))
         original: Any = types.FunctionType(
             function.__code__, function.__globals__, name, function.__defaults__
         )
         function.__signature__ = inspect.signature(original)
         function.__code__, function.__defaults__ = _routed.__code__, None
         function.__kwdefaults__ = {"_original": original}
-    TensorFlowTrainer.__init__ = _preparing(TensorFlowTrainer.__init__)
+    Trainer.__init__ = _preparing(Trainer.__init__)
 
 
 @functools.cache

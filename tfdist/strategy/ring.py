@@ -13,6 +13,7 @@ CPU time. A worker closes connections that do not present its secret.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import hashlib
@@ -49,6 +50,40 @@ _ANSWER_S = 10.0
 _BUFFERS_A_CALL = 64
 _VECTOR = 32  # 512 bits of float16
 _Piece = tuple[int, int, int]  # index of an array, first element, end element
+
+
+class Members(abc.ABC):
+    """Tasks of an elastic job, which take the ring's place (see `tfdist.elastic`).
+
+    Attributes:
+      lost, differs, stopped: As in `Ring`.
+    """
+
+    lost: str
+    differs: tuple[str, str] | None
+    stopped: str
+
+    @abc.abstractmethod
+    def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
+        """Return the sum over the members of each array."""
+
+    @abc.abstractmethod
+    def own_shards(self, shards: int) -> range:
+        """Return the shards of a batch that this task computes."""
+
+    @property
+    @abc.abstractmethod
+    def absent(self) -> list[int]:
+        """Tasks that are no members now."""
+
+    @abc.abstractmethod
+    def stop(self, reason: str) -> str:
+        """Leave the members."""
+
+    @property
+    @abc.abstractmethod
+    def previous_name(self) -> str:
+        """Name of the other members, for messages."""
 
 
 class Ring:

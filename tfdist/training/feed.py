@@ -170,8 +170,11 @@ class Feed(abc.ABC):
         """
         return next(iter(self.dataset(0, 1)))[0].data
 
-    def at(self, step: tf.Tensor) -> list[Part]:
-        """Return the parts of this task's replicas in `step` (scalar int64), in pure graph code."""
+    def at(self, step: tf.Tensor, shard: Any = None) -> list[Part]:
+        """Return the parts of this task's replicas in `step` (scalar int64), in pure graph code.
+
+        With a `shard` (scalar int64), return only the part of this replica.
+        """
         raise TypeError(f"{type(self).__name__} cannot compute the batch of a single step")
 
     def iterator(self, step: int) -> Any:

@@ -393,7 +393,7 @@ class TrainLoop:
             stopped=bool(self._model.stop_training),
             fingerprint=resume.fingerprint(self._plan.feed)
             | resume.epoch_at(self.step, self._epochs)
-            | more,
+            | dict(more),
             seconds=self._seconds(),
         )
 

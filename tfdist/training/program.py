@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.models.model import Trainer
 from tensorflow.python.distribute import values_util
 
 from tfdist.errors import UsageError, require
@@ -248,7 +248,7 @@ def program_of(
 
 def is_own(model: keras.Model, name: str) -> bool:
     """Return True if the model or its class overrides Keras' method."""
-    return getattr(getattr(model, name), "__func__", None) is not getattr(TensorFlowTrainer, name)
+    return getattr(getattr(model, name), "__func__", None) is not getattr(Trainer, name)
 
 
 def plain(function: Callable[[Any], Any], job: Job, *, where: str) -> Callable[[Any], Any]:

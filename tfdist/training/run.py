@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import keras
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.models.model import Trainer
 
 from tfdist.errors import require, require_int, require_number
 from tfdist.strategy.native import require_engine, route_keras
@@ -141,8 +141,8 @@ def by_own_method(engine: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(engine)
     def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        owner = next((c for c in type(model).__mro__ if name in vars(c)), TensorFlowTrainer)
-        own = owner is not TensorFlowTrainer and isinstance(model, keras.Model)
+        owner = next((c for c in type(model).__mro__ if name in vars(c)), Trainer)
+        own = owner is not Trainer and isinstance(model, keras.Model)
         if not own or is_on_the_way(model, name) or _is_in_method(model, name):
             with on_the_way(None, name):
                 return engine(model, *args, **kwargs)

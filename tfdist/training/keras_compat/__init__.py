@@ -4,8 +4,7 @@
 tfdist step (`tracing`), so all other code in the process sees stock Keras. `REPLACEMENTS` lists
 them with their issues, and in a ps job includes those of `tfdist.ps.keras_compat`. Each has a test
 in `tests/integration/test_keras_compat.py` that fails when Keras no longer needs the replacement.
-Seen on Keras 3.12 to 3.15, TensorFlow 2.20 to 2.22rc0. No release fixes any of these issues. The
-pre-release of Keras 3.16 of October 2026 moved these places, and tfdist does not import with it.
+`Replacement.until` then names the release, and `install` leaves the replacement out.
 
     trace       definition of a replacement, and the state of the step that this thread is tracing
     gradients   gradient hook: reduces gradients when they enter the optimizer
@@ -80,9 +79,10 @@ __all__ = [
 
 
 def install() -> None:
-    """Install the replacements of all imported modules, once per process."""
+    """Install the replacements that this Keras needs, of all imported modules, once per process."""
     for replacement in REPLACEMENTS:
-        replacement.put_in_place()
+        if replacement.is_needed:
+            replacement.put_in_place()
 
 
 @contextlib.contextmanager

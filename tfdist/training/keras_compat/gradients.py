@@ -5,7 +5,6 @@ Keras clips, checks and accumulates each replica's own gradient and sums later
 then differs from one device, an overflow on one replica stays undetected, and a mean over unequal
 batch fractions is wrong. Keras also squares each slice of a sparse gradient separately. A row that
 occurs twice, in a batch or on two replicas, then counts as two gradients (`summed_rows`).
-Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations

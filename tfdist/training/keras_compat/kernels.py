@@ -1,7 +1,4 @@
-"""TensorFlow's computation of a step: order of sums, gradients of pools, and fused kernels.
-
-Ended by: no release, Keras 3.15.1 and TensorFlow 2.21 included.
-"""
+"""TensorFlow's computation of a step: order of sums, gradients of pools, and fused kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.layers import BatchNormalization, Dense, EinsumDense, LayerNormalization
-from keras.src.backend.tensorflow import nn
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_math_ops, gen_nn_ops
@@ -30,6 +26,7 @@ from tfdist.training.keras_compat.trace import (
     Original,
     Replacement,
     StepTrace,
+    nn,
     replaces,
 )
 

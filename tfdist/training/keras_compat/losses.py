@@ -8,7 +8,6 @@ Keras divides some losses by the number of replicas, whatever the batch fraction
 sums, loss functions that return one number, or losses computed by hand. Each replica counts masked
 entries and sample weights separately. `add_loss` and the tape sum a tensor of several losses. All
 replicas share the lists of the losses that layers add.
-Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.layers.layer import Layer
 from keras.src.losses import loss as keras_loss
+from keras.src.models.model import Trainer
 from keras.src.trainers.compile_utils import CompileLoss
 
 from tfdist.errors import UsageError
-from tfdist.training.keras_compat.reduction import sum_over_replicas
+from tfdist.training.keras_compat.reduction import no_sum_in_a_step, sum_over_replicas
 from tfdist.training.keras_compat.trace import (
     BatchAxes,
     Original,
     StepTrace,
+    nn,
     ops_behind,
     replaces,
     warn_once,
@@ -225,7 +224,7 @@ def has_examples(loss: tf.Tensor, batch_axes: BatchAxes, *, number: int, what: s
 
 
 @replaces(
-    TensorFlowTrainer,
+    Trainer,
     "_aggregate_additional_loss",
     issue=f"{_KERAS}/backend/tensorflow/trainer.py#L742",
 )
@@ -410,6 +409,8 @@ def _of_examples_that_count(
     if trace.num_replicas == 1 or context is None:
         found: tuple[tf.Tensor, tf.Tensor] = original(x, axes, keepdims)
         return found
+    if trace.instead_of_update is not None:
+        raise no_sum_in_a_step()
     counts = tf.cast(tf.convert_to_tensor(trace.examples) > 0, x.dtype)
     share = tf.cast(trace.share, x.dtype)
     # The sum over replicas needs weighted gradients. The hook weights later, so undo it after.

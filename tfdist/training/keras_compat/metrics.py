@@ -4,7 +4,6 @@ On one device, a metric's result in a step's logs covers the whole epoch. On sev
 in a work unit under ps, a step sees only a part of the metric's state. Here the step records which
 of its tensors are results, and the logs are computed again from the whole state. A metric update
 with a number of the step, such as a loss, runs on each replica but must count once.
-Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.tensorflow.core import Variable
 from keras.src.metrics.metric import Metric
 from keras.src.metrics.reduction_metrics import Mean, Sum
 
@@ -123,7 +121,7 @@ def _noted_result(result: Callable[[], Any], trace: StepTrace) -> Any:
 
     leaves = [
         note_source(leaf, functools.partial(whole, i), trace)
-        if tf.is_tensor(leaf) or isinstance(leaf, Variable)
+        if tf.is_tensor(leaf) or isinstance(leaf, keras.Variable)
         else leaf
         for i, leaf in enumerate(keras.tree.flatten(found))
     ]
@@ -223,7 +221,7 @@ def _is_number(value: Any) -> bool:
     """Return whether an argument is `None` or one number."""
     if value is None or isinstance(value, bool | int | float | np.number):
         return True
-    return (tf.is_tensor(value) or isinstance(value, Variable)) and value.shape.rank == 0
+    return (tf.is_tensor(value) or isinstance(value, keras.Variable)) and value.shape.rank == 0
 
 
 def _update_once(
@@ -259,7 +257,7 @@ def _update_once(
 
 def _of_whole_batch(numbers: list[Any], trace: StepTrace) -> tuple[list[Any], Any]:
     """Return the whole batch's numbers, and whether this is the first replica with examples."""
-    wholes = [tf.convert_to_tensor(n) if isinstance(n, Variable) else n for n in numbers]
+    wholes = [tf.convert_to_tensor(n) if isinstance(n, keras.Variable) else n for n in numbers]
     sums = [_is_sum(number, trace) for number in wholes]
     if trace.num_replicas == 1:
         pairs = zip(wholes, sums, strict=True)

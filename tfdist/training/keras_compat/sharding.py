@@ -6,7 +6,6 @@ on the parts and gathers the new weights (Rajbhandari et al., 2020,
 https://arxiv.org/abs/1910.02054). Each element sees the same operations as without sharding, so the
 results are bit-identical. Clipping by a norm gathers the gradients first, because a sum of partial
 sums can differ in its last bit.
-Ended by: no release, Keras 3.15.1 included.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.core import Variable
+from keras.src import backend
 
 from tfdist.strategy.job import current_job
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from tfdist.ps.keras_compat import UpdateCounts
 
 _LOG = logging.getLogger(__name__)
+nn = getattr(backend, "ops", backend).nn  # Keras 3.16 moved it
+_INSTALLED = tuple(map(int, keras.__version__.split(".")[:2]))
 
 
 class BatchAxes:
@@ -109,7 +112,7 @@ class StepTrace:
     sums: int = 0
     in_hook: bool = False
     in_losses: bool = False
-    statistics: list[Variable] = dataclasses.field(default_factory=list)
+    statistics: list[keras.Variable] = dataclasses.field(default_factory=list)
     whole_sums: set[str] = dataclasses.field(default_factory=set)
     means: set[str] = dataclasses.field(default_factory=set)
     sources: dict[str, Callable[[], Any]] | None = None
@@ -201,6 +204,7 @@ class Replacement:
       name: Name of a method, property or function.
       instead: Function called while a step is traced, with the original, trace and arguments.
       issue: Link to the public issue, or to the line of released source if no issue exists.
+      until: First Keras release that does not need it, such as ``(3, 16)`` (default: none).
       anywhere: Whether `instead` also runs outside steps, with `None` as trace (default: False).
     """
 
@@ -208,12 +212,18 @@ class Replacement:
     name: str
     instead: Callable[..., Any]
     issue: str
+    until: tuple[int, int] | None = None
     anywhere: bool = False
 
     @property
     def target(self) -> str:
         """Full name of the replaced object, such as ``SeedGenerator.next``."""
         return f"{self.owner.__name__}.{self.name}"
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether the installed Keras needs it."""
+        return self.until is None or self.until > _INSTALLED
 
     @functools.cache  # noqa: B019  # they live as long as the process
     def put_in_place(self) -> None:

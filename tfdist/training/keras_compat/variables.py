@@ -2,7 +2,7 @@
 
 BatchNormalization's statistics are recorded and reduced. Values that the step holds are read and
 written in the step. An optimizer's count is the step's count. Each addition is one operation. After
-the gradient hook, each replica updates its own copy. Ended by: no release, Keras 3.15.1 included.
+the gradient hook, each replica updates its own copy.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend import random_seed_dtype
+from keras import Variable
 from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.tensorflow.core import Variable
 from keras.src.optimizers.sgd import SGD
 from keras.src.random import seed_generator
 from keras.src.random.seed_generator import SeedGenerator
@@ -234,7 +233,6 @@ def _is_ours(gradient: Any, variable: Any, trace: StepTrace) -> bool:
 # Random draws, as in dropout, depend only on (seed, step, replica).
 #
 # Keras gives all replicas the same seed state, and gives a resumed run a different state.
-# Ended by: no release, Keras 3.15.1 included.
 
 
 _GOLDEN_RATIO = 0x9E3779B9
@@ -271,7 +269,7 @@ def _draw(trace: StepTrace, generator: SeedGenerator | None = None) -> tf.Tensor
     offset = tf.constant([offset - 2**32 if offset >= 2**31 else offset, number])
     is_update = trace.in_hook and trace.update_key is not None
     key = trace.update_key if is_update else trace.random_key
-    return tf.cast(key + offset, random_seed_dtype())
+    return tf.cast(key + offset, tf.int64)  # as in Keras with TensorFlow
 
 
 def _warn_in_loop(trace: StepTrace) -> None:
