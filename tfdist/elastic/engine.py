@@ -26,6 +26,7 @@ from tfdist.strategy import Job
 from tfdist.training.engines import SynchronousEngine
 from tfdist.training.feed import Feed, Part
 from tfdist.training.keras_compat import StepTrace, compiled, random_key, tracing
+from tfdist.training.metric_totals import require_sums
 from tfdist.training.program import LoopState, StepProgram, as_number, run_replica
 
 
@@ -155,6 +156,7 @@ class _Shards:
     """The two compiled functions of a program."""
 
     def __init__(self, program: StepProgram, job: Job) -> None:
+        require_sums(program)
         self._program, self._job = program, job
         self._layout = _Layout()
         self._compute = compiled(self._part)
