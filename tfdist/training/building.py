@@ -361,7 +361,6 @@ def require_as_compiled(model: keras.Model, before: tuple[Any, Any]) -> None:
 
 
 def _require_built_parts(model: keras.Model) -> None:
-    """Raise UsageError for an unbuilt layer in a model with custom steps and no `call`."""
     for layer in model._flatten_layers(include_self=False):
         if not layer.built:
             raise UsageError(
