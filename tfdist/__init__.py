@@ -119,7 +119,10 @@ def __getattr__(name: str) -> Any:
         from tfdist.errors import require_packages
 
         require_packages("tfdist.export_model", "tensorflow_serving", extra="serving")
-    module = importlib.import_module(home)
+    from tfdist import chatter
+
+    with chatter.hidden():  # this may import TensorFlow
+        module = importlib.import_module(home)
     value = module if home == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value
     return value

@@ -274,8 +274,8 @@ class JobOptions(_Shape):
     )
     shards: int | None = option(
         None,
-        "parts of each batch of an elastic job, which set its results (default: 4, or 8 for more "
-        "than 4 workers)",
+        "parts of each batch; the results depend on them (default: 4, or 8 if there are more than "
+        "4 workers)",
         least=1,
         most=1024,
         strategies=kinds_that("is_elastic"),

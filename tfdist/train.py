@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from tfdist import chatter
 from tfdist.argument_parser import run_program
 from tfdist.cluster import read_environment
 from tfdist.configs.command_line import help_text, parse
@@ -45,8 +46,9 @@ def _run(words: Sequence[str]) -> int:
         logging.getLogger().setLevel(absl_to_standard(command.verbosity))
     read_environment(os.environ)
     # Imported here, so that a wrong flag or variable is reported before TensorFlow loads
-    # (seconds) and prints its log lines.
-    from tfdist.app.run import run
+    # (seconds).
+    with chatter.hidden():
+        from tfdist.app.run import run
 
     run(command.config, overwrite=command.overwrite, environ=os.environ)
     return EXIT_OK

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tfdist import chatter
 from tfdist.cluster import Task
 from tfdist.files import write_json
 from tfdist.launch import job
@@ -20,6 +21,7 @@ from tfdist.launch.options import LaunchOptions, Program, parse
 from tfdist.launch.run_dir import attempt_entry, earlier_attempts
 from tfdist.launch.screen import MAX_LINE_BYTES, Console, JobScreen, LineSplitter, TaskOutput
 from tfdist.launch.state import JobState
+from tfdist.options import LAUNCHED
 from tfdist.outputs.run_directory import RunDirectory
 
 LAUNCH_PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
@@ -121,6 +123,13 @@ def test_all_is_in_the_log_and_the_last_lines_are_text_but_for_tensorflows_chatt
     assert (len(lines), lines[-2], lines[-1]) == (20, "line 49", "\\xff")
     output.close()
     assert (tmp_path / "log").read_bytes().startswith(chatter + own + b"line 0\n")
+
+
+def test_chatter_is_hidden_without_the_launcher(capfd, monkeypatch):
+    monkeypatch.delenv(LAUNCHED, raising=False)
+    with chatter.hidden():
+        os.write(2, b"I0000 00:00:1.5 3 port.cc:1] oneDNN is on.\nmine\n")
+    assert capfd.readouterr().err == "mine\n"
 
 
 def test_a_log_that_cannot_be_written_is_said_once_and_the_job_goes_on(reader, tmp_path):

@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -23,11 +24,13 @@ from tfdist.elastic.mesh import Compute, Mesh
 from tfdist.elastic.shards import Array, tree_sum
 from tfdist.errors import require
 from tfdist.strategy import Job
-from tfdist.training.engines import SynchronousEngine
+from tfdist.training.engines import SynchronousEngine, joined, without_substitute
 from tfdist.training.feed import Feed, Part
 from tfdist.training.keras_compat import StepTrace, compiled, random_key, tracing
+from tfdist.training.keras_compat.reduction import no_sum_in_a_step, summed_rows
 from tfdist.training.metric_totals import require_sums
-from tfdist.training.program import LoopState, StepProgram, as_number, run_replica
+from tfdist.training.program import LoopState, StepProgram, as_number, find_batch_axes, run_replica
+from tfdist.training.resume import require_deterministic
 
 
 class ElasticEngine(SynchronousEngine):
@@ -48,11 +51,26 @@ class ElasticEngine(SynchronousEngine):
         logs: dict[str, float] = {}
         for step in range(first, last):
             batches = _Batches(program, self._job, step)
-            logs = shards.update(step, self._total(partial(shards.part, step, batches)))
+            totals = self._total(partial(shards.part, step, batches))
+            if shards.num_sparse:
+                totals += self._joined_rows(partial(shards.rows, step, batches))
+            logs = shards.update(step, totals)
             batches.done()
             if not program.feed.direct:
                 self._advance(program, step, step + 1)
         return logs
+
+    def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
+        """Yield each step's outputs, complete on every task. A collective."""
+        shards = self._programs.setdefault(program, _Shards(program, self._job))
+        for step in range(first, last):
+            batches = _Batches(program, self._job, step)
+            parts = self._each(partial(shards.outputs, step, batches), of="outputs of a step")
+            batches.done()
+            if not program.feed.direct:
+                self._advance(program, step, step + 1)
+            whole = [joined(columns) for columns in zip(*parts, strict=True)]
+            yield keras.tree.pack_sequence_as(shards.structure, whole)
 
     def begin(self, program: StepProgram) -> LoopState | None:
         """Begin a training loop. A task that joins compiles its step, and waits for the state."""
@@ -92,6 +110,19 @@ class ElasticEngine(SynchronousEngine):
         if self._mesh is not None:
             self._mesh.end_loop()
 
+    def _each(self, compute: Compute, *, of: str) -> list[list[Array]]:
+        """Return the arrays of each shard."""
+        count = self._job.num_replicas
+        if self._mesh is None:
+            return [list(compute(shard)) for shard in range(count)]
+        with phases.waiting_for_all():
+            return self._mesh.gather_shards(compute, count, of=of)
+
+    def _joined_rows(self, compute: Compute) -> list[Array]:
+        """Return the rows of all shards' sparse gradients, in the order of the shards."""
+        parts = self._each(compute, of="sparse gradients of a step")
+        return [np.concatenate(columns) for columns in zip(*parts, strict=True)]
+
     def _total(self, compute: Compute) -> list[Array]:
         """Return the sums over all shards of the arrays of `compute`."""
         count, mesh = self._job.num_replicas, self._mesh
@@ -111,6 +142,8 @@ class _Batches:
     def __init__(self, program: StepProgram, job: Job, step: int) -> None:
         self._feed, self._job, self._step = program.feed, job, step
         self._parts: dict[int, Part] = {}
+        self.computed: dict[int, tuple[list[Array], list[Array]]] = {}
+        """Arrays of each shard: those to add, and the rows of sparse gradients."""
 
     def part(self, shard: int) -> Part | None:
         """Return the part of a shard, or `None` if the compiled step makes it."""
@@ -138,7 +171,7 @@ class _Layout:
     Attributes:
       optimizer: Optimizer that the step applies, `None` in an evaluation.
       variables: Variables of the gradients, in their order.
-      has_gradient: Whether each variable has a gradient.
+      forms: Form of each variable's gradient: "dense", "sparse", or "" for none.
       statistics: Variables that the step writes without an optimizer.
       metrics: Variables of the metrics.
       logs: Names of the logs.
@@ -146,7 +179,7 @@ class _Layout:
 
     optimizer: Any = None
     variables: Sequence[Any] = ()
-    has_gradient: Sequence[bool] = ()
+    forms: Sequence[str] = ()
     statistics: Sequence[Any] = ()
     metrics: Sequence[Any] = ()
     logs: Sequence[str] = ()
@@ -161,17 +194,67 @@ class _Shards:
         self._layout = _Layout()
         self._compute = compiled(self._part)
         self._apply = compiled(self._update)
+        self._predict = compiled(self._outputs)
+        self.structure: Any = None
+        self._is_traced = False
+        model = program.function.__self__  # type: ignore[attr-defined]
+        require(
+            not hasattr(model.optimizer, "optimizers"),
+            "elastic",
+            "the job cannot divide the step of a MultiOptimizer",
+            fix="start the job without --elastic",
+            code="elastic-step",
+        )
+        if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
+            raise no_sum_in_a_step()
 
     def part(self, step: int, batches: _Batches, shard: int) -> list[Array]:
         """Return the arrays of a shard's part of a step."""
+        return self._arrays(step, batches, shard)[0]
+
+    def rows(self, step: int, batches: _Batches, shard: int) -> list[Array]:
+        """Return the rows of a shard's sparse gradients: values and indices of each."""
+        return self._arrays(step, batches, shard)[1]
+
+    def _arrays(self, step: int, batches: _Batches, shard: int) -> tuple[list[Array], list[Array]]:
+        if shard not in batches.computed:
+            given = batches.part(shard)
+            arguments = tf.constant(step, tf.int64), tf.constant(shard, tf.int64), given
+            if not self._is_traced:
+                self._trace(*arguments)
+            found = [np.asarray(memoryview(array)) for array in self._compute(*arguments)]
+            first = len(found) - 2 * self.num_sparse
+            batches.computed[shard] = found[:first], found[first:]
+        return batches.computed[shard]
+
+    def _trace(self, *arguments: Any) -> None:
+        """Trace the step, and again if the axes of its losses have to be known."""
+        graph = self._compute.get_concrete_function(*arguments).graph
+        program = self._program
+        if program.batch_axes.are_wanted:
+            find_batch_axes(program, self._job)
+            self._compute = compiled(self._part)
+            graph = self._compute.get_concrete_function(*arguments).graph
+        if program.exact:
+            require_deterministic(graph)
+        self._is_traced = True
+
+    @property
+    def num_sparse(self) -> int:
+        """Number of sparse gradients of a step."""
+        return list(self._layout.forms).count("sparse")
+
+    def outputs(self, step: int, batches: _Batches, shard: int) -> list[Array]:
+        """Return the outputs of a shard's examples, in the order of `structure`."""
         given = batches.part(shard)
-        found = self._compute(tf.constant(step, tf.int64), tf.constant(shard, tf.int64), given)
-        return [np.asarray(memoryview(array)) for array in found]
+        found = self._predict(tf.constant(step, tf.int64), tf.constant(shard, tf.int64), given)
+        return [np.asarray(array) for array in found]
 
     def compile(self) -> None:
         """Compile both functions with the first batch. This changes no variable."""
-        arrays = self.part(0, _Batches(self._program, self._job, 0), 0)
-        specs = [tf.TensorSpec(array.shape, array.dtype) for array in arrays]
+        dense, rows = self._arrays(0, _Batches(self._program, self._job, 0), 0)
+        specs = [tf.TensorSpec(array.shape, array.dtype) for array in dense]
+        specs += [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in rows]
         self._apply.get_concrete_function(tf.TensorSpec([], tf.int64), specs)
 
     def update(self, step: int, totals: Sequence[np.ndarray[Any, Any]]) -> dict[str, float]:
@@ -206,6 +289,7 @@ class _Shards:
 
         job.strategy.run(in_replica)
         arrays: list[tf.Tensor] = []
+        sparse: list[tf.IndexedSlices] = []
         if program.training:
             require(
                 len(applied) == 1,
@@ -216,8 +300,9 @@ class _Shards:
             )
             optimizer, grads, variables = applied[0]
             layout.optimizer, layout.variables = optimizer, variables
-            layout.has_gradient = [grad is not None for grad in grads]
-            arrays += [tf.convert_to_tensor(grad) for grad in grads if grad is not None]
+            layout.forms = [_form(grad) for grad in grads]
+            arrays += [grad for grad in grads if isinstance(grad, tf.Tensor)]
+            sparse = [grad for grad in grads if isinstance(grad, tf.IndexedSlices)]
         layout.statistics = [v for v in statistics if local[id(v)] is not before[id(v)]]
         for variable in layout.statistics:
             arrays.append(tf.cast(local[id(variable)], tf.float32) * part.share)
@@ -229,16 +314,34 @@ class _Shards:
             layout.logs = sorted(found[0])
             arrays += [found[0][name] for name in layout.logs]
         self._layout = layout
-        return arrays
+        return arrays + [part for slices in sparse for part in (slices.values, slices.indices)]
+
+    def _outputs(self, step: tf.Tensor, shard: tf.Tensor, given: Part | None) -> list[tf.Tensor]:
+        """Compute the outputs of a shard; in graph."""
+        program, job = self._program, self._job
+        part = program.feed.at(step, shard)[0] if given is None else given
+        options: dict[str, Any] = {"step": step, "replica": shard, "num_replicas": job.num_replicas}
+        found: list[Any] = []
+        job.strategy.run(lambda: found.append(run_replica(program, part, local={}, **options)))
+        self.structure = keras.tree.map_structure(lambda _: 0, found[0])
+        flat = [tf.convert_to_tensor(rows) for rows in keras.tree.flatten(found[0])]
+        return [without_substitute(rows, count=part.count) for rows in flat]
 
     def _update(self, step: tf.Tensor, totals: list[tf.Tensor]) -> dict[str, tf.Tensor]:
         """Update the variables; in graph."""
-        layout, rest = self._layout, iter(totals)
+        layout, first = self._layout, len(totals) - 2 * self.num_sparse
+        rest, rows = iter(totals[:first]), iter(totals[first:])
 
         def in_replica() -> None:
             if layout.optimizer is None:
                 return
-            grads = [next(rest) if has else None for has in layout.has_gradient]
+            grads: list[Any] = []
+            for form, variable in zip(layout.forms, layout.variables, strict=True):
+                grads.append(next(rest) if form == "dense" else None)
+                if form == "sparse":
+                    values, indices = next(rows), next(rows)
+                    shape = tf.constant([*variable.shape], tf.int64)
+                    grads[-1] = summed_rows(tf.IndexedSlices(values, indices, shape))
             trace = StepTrace(
                 num_replicas=self._job.num_replicas,
                 share=1.0,
@@ -256,6 +359,12 @@ class _Shards:
         for variable in layout.metrics:
             variable.value.assign_add(next(rest))
         return {name: next(rest) for name in layout.logs}
+
+
+def _form(gradient: Any) -> str:
+    if gradient is None:
+        return ""
+    return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
 def _statistics(program: StepProgram) -> list[Any]:

@@ -30,7 +30,7 @@ def elastic_job(config: TaskConfig, options: JobOptions, **of_other_kinds: Any) 
         fix=f"use --shards {workers} or more",
         code="too-few-shards",
     )
-    strategy = ElasticStrategy(devices.one_device())
+    strategy = ElasticStrategy(devices.one_device(), shards)
     mesh = None
     if workers > 1:
         names = [str(task) for task in config.cluster.training_tasks()]
@@ -53,14 +53,23 @@ def _control(options: JobOptions) -> socket.socket:
 
 
 class ElasticStrategy(tf.distribute.OneDeviceStrategy):
-    """Strategy of one device, whose variables start with worker 0's values in every task."""
+    """Strategy of one device, with as many replicas as a batch has shards.
 
-    def __init__(self, device: str) -> None:
+    Variables start with worker 0's values in every task.
+    """
+
+    def __init__(self, device: str, shards: int) -> None:
         tf.distribute.Strategy.__init__(self, _ElasticExtended(self, device))
+        self.extended.shards = shards
 
 
 class _ElasticExtended(one_device_strategy.OneDeviceExtended):
     mesh: Mesh | None = None
+    shards = 1
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self.shards
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if self.mesh is not None and tf.executing_eagerly():

@@ -111,7 +111,7 @@ class Mesh(Members):
                 not self._replay,
                 "elastic",
                 "this task has run fewer operations than the others before the training loop",
-                fix="start the job again (a program whose start differs cannot be joined)",
+                fix="start the job again. If the program's start differs, a task cannot join",
                 code="other-start",
             )
             self._replay, self.is_offline = None, True
@@ -283,7 +283,7 @@ class Mesh(Members):
             bool(self._replay) and self._replay[0][0] == key,
             "elastic",
             f"this task runs {of} before the training loop, but the others did not",
-            fix="start the job again (a program whose start differs cannot be joined)",
+            fix="start the job again. If the program's start differs, a task cannot join",
             code="other-start",
         )
         return self._replay.popleft()[1]
@@ -316,7 +316,7 @@ class Mesh(Members):
             )
             if not data:
                 raise ConnectionError("lost the launcher")
-            message = json.loads(data)
+            message, wait = json.loads(data), False
             if "join" in message:
                 with socket.socket(fileno=fds[0]) as teacher:
                     self._replay = _read_lesson(teacher)
@@ -336,7 +336,6 @@ class Mesh(Members):
                 raise _ViewChanged
             self._forget_go()
             self._go = message, list(fds)
-            wait = False
 
     def _wait_for_the_end(self) -> None:
         """Wait until the launcher ends this task, which came too late."""

@@ -67,8 +67,8 @@ class LaunchOptions(LaunchFlags):
             if value is not None and self.strategy == AUTO.name:
                 object.__setattr__(self, "strategy", strategy)
         if self.elastic:
-            _require_multiworker(self)
-            object.__setattr__(self, "strategy", "elastic")
+            _require_elastic(self)
+            object.__setattr__(self, "strategy", self.kind.elastic_form)
         if self.stages is not None and self.workers == 1:
             object.__setattr__(self, "workers", self.stages)  # one task per stage
         check(self, "--{0.name}", code="bad-value")
@@ -88,8 +88,8 @@ class LaunchOptions(LaunchFlags):
         return None if self.ports is None else parse_ports(self.ports, where="--ports")
 
 
-def _require_multiworker(options: LaunchOptions) -> None:
-    if options.strategy not in (AUTO.name, "multiworker", "elastic"):
+def _require_elastic(options: LaunchOptions) -> None:
+    if not options.kind.elastic_form:
         fix = "leave --elastic out, or use --strategy multiworker"
         _refuse("elastic", f"a {options.strategy} job is not elastic", fix)
     if options.hosts is not None or options.on not in (None, "local"):

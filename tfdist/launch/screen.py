@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
+from tfdist.chatter import CHATTER
 from tfdist.cluster import Task
 
 _CHUNK_BYTES = 4096  # a ready pipe accepts this much without blocking
@@ -121,13 +122,6 @@ class Console:
 MAX_LINE_BYTES = 1 << 16
 """Maximum line length in bytes. Longer lines are split, so that a task cannot fill the memory."""
 
-# Lines that TensorFlow's C++ code logs while it loads, before its log level applies: a banner, the
-# processor's features, and an error on a machine without a GPU or its driver. The log has these
-# lines, the screen does not. Other errors of a GPU's driver are shown.
-_CHATTER = re.compile(
-    rb"WARNING: All log messages before absl::InitializeLog|I0000 .*\.cc:\d+\] "
-    rb"|E0000 .*\] failed call to cuInit: .*(UNKNOWN ERROR \(303\)|CUDA_ERROR_NO_DEVICE)"
-)
 _LAST_LINES = 20
 _MAX_LAST_CHARS = 1000
 
@@ -183,7 +177,7 @@ class TaskOutput:
     def feed(self, data: bytes) -> None:
         """Log and show new output of the task."""
         self._log(data)
-        self._show([line for line in self._splitter.feed(data) if not _CHATTER.match(line)])
+        self._show([line for line in self._splitter.feed(data) if not CHATTER.match(line)])
         progress = self._splitter.progress
         if progress is not None and self._is_chief and not self.muted:
             self._writer.progress(self.name, progress, hue=self._hue)

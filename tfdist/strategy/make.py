@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import phases
+from tfdist import chatter, phases
 from tfdist.cluster import (
     AUTO,
     KINDS,
@@ -89,6 +89,8 @@ def make_strategy(
     """
     end_mistakes_in_one_line()
     config = read_environment(os.environ if environ is None else environ)
+    with chatter.hidden():  # the first call loads the driver
+        tf.config.list_physical_devices("GPU")
     kind = _resolve(strategy, config, placement)
     made = current_job()
     if made is not None:

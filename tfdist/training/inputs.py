@@ -211,7 +211,6 @@ def _require_enough(batch: int, job: Job) -> None:
 
 
 def _require_class_weight(class_weight: Any) -> None:
-    """Raise UsageError unless the argument is `None` or a dict of class numbers."""
     classes = class_weight if isinstance(class_weight, dict) else ()
     require(
         class_weight is None

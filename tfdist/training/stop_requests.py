@@ -25,7 +25,8 @@ _LOG = logging.getLogger(__name__)
 _SAME_REQUEST_S = 0.1
 _END = 0  # no signal has number 0: it tells the listening thread to exit
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 """Signals that make a run save and stop. Some schedulers announce the end by SIGUSR1."""
 
 
@@ -80,7 +81,7 @@ class StopRequests:
             return self
         _forget_in_children()
         _entered.append(self)
-        reader, writer = self._sockets = socket.socketpair()
+        reader, writer = self._sockets = socket.socketpair()  # Windows takes no pipe here
         writer.setblocking(False)
         self._thread = threading.Thread(
             target=self._listen, args=(reader,), name="stop requests", daemon=True
@@ -169,7 +170,8 @@ _entered: list[StopRequests] = []
 @functools.cache
 def _forget_in_children() -> None:
     """Restore the old handlers in forked children, which share our wake-up socket."""
-    os.register_at_fork(after_in_child=_forget)
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=_forget)
 
 
 def _forget() -> None:
