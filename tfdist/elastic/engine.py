@@ -22,14 +22,21 @@ import tensorflow as tf
 from tfdist import phases
 from tfdist.elastic.mesh import Compute, Mesh
 from tfdist.elastic.shards import Array, tree_sum
-from tfdist.errors import require
+from tfdist.errors import named, require
 from tfdist.strategy import Job
 from tfdist.training.engines import SynchronousEngine, joined, without_substitute
 from tfdist.training.feed import Feed, Part
 from tfdist.training.keras_compat import StepTrace, compiled, random_key, tracing
 from tfdist.training.keras_compat.reduction import no_sum_in_a_step, summed_rows
 from tfdist.training.metric_totals import require_sums
-from tfdist.training.program import LoopState, StepProgram, as_number, find_batch_axes, run_replica
+from tfdist.training.program import (
+    LoopState,
+    StepProgram,
+    as_number,
+    find_batch_axes,
+    flat_logs,
+    run_replica,
+)
 from tfdist.training.resume import require_deterministic
 
 
@@ -205,6 +212,7 @@ class _Shards:
             fix="start the job without --elastic",
             code="elastic-step",
         )
+        self._metric_names = set(flat_logs(model.get_metrics_result()))
         if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
             raise no_sum_in_a_step()
 
@@ -273,6 +281,11 @@ class _Shards:
         layout = _Layout(metrics=list(program.metrics))
         applied: list[tuple[Any, list[Any], Any]] = []
         found: list[Any] = []
+        late: list[bool] = []
+
+        def note(*update: Any) -> Callable[[], Any]:
+            applied.append(update)
+            return lambda: late.append(True)
 
         def in_replica() -> None:
             found.append(
@@ -283,7 +296,7 @@ class _Shards:
                     replica=shard,
                     num_replicas=job.num_replicas,
                     local=local,
-                    instead_of_update=lambda *update: applied.append(update),
+                    instead_of_update=note,
                 )
             )
 
@@ -296,6 +309,13 @@ class _Shards:
                 "train_step",
                 f"an elastic step applies {len(applied)} updates of optimizers instead of 1",
                 fix="apply one optimizer once in train_step, or start the job without --elastic",
+                code="elastic-step",
+            )
+            require(
+                not late,
+                "train_step",
+                "the step uses the weights after their update, which an elastic job does later",
+                fix="compute metrics before apply_gradients, or start the job without --elastic",
                 code="elastic-step",
             )
             optimizer, grads, variables = applied[0]
@@ -312,6 +332,15 @@ class _Shards:
             arrays.append(value * tf.cast(is_real, value.dtype))
         if program.keep_logs:
             layout.logs = sorted(found[0])
+            own = set(layout.logs) - self._metric_names
+            require(
+                not own,
+                "train_step",
+                f"the step returns {named(sorted(own))}, which an elastic job cannot compute over "
+                "all shards",
+                fix="return only results of the model's metrics, under their names",
+                code="elastic-step",
+            )
             arrays += [found[0][name] for name in layout.logs]
         self._layout = layout
         return arrays + [part for slices in sparse for part in (slices.values, slices.indices)]

@@ -276,7 +276,7 @@ def run_replica(
     local: dict[int, tf.Tensor] | None = None,
     at_hook: Callable[[Sequence[Any]], None] | None = None,
     counts: UpdateCounts | None = None,
-    instead_of_update: Callable[[Any, list[Any], Any], None] | None = None,
+    instead_of_update: Callable[[Any, list[Any], Any], Callable[[], Any]] | None = None,
 ) -> Any:
     """Run one step on one replica, in its context, and return the step function's result.
 
