@@ -28,6 +28,8 @@ class Kind:
       has_stages: Whether each task computes a part of the model's layers.
       has_one_device: Whether a task computes on one device (False: on all visible GPUs).
       can_shrink: Whether a restarted job can have fewer tasks.
+      elastic_form: Name of the kind that runs such a job with ``--elastic`` ("" if none does).
+      is_elastic: Whether the launcher can change the members of a running job.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Kind:
     has_stages: bool = False
     has_one_device: bool = False
     can_shrink: bool = False
+    elastic_form: str = ""
+    is_elastic: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -61,7 +65,7 @@ class Kind:
     @property
     def has_tensorflow_servers(self) -> bool:
         """Return whether each task starts a TensorFlow server. Stages have their own links."""
-        return self.has_several_tasks and not self.has_stages
+        return self.has_several_tasks and not (self.has_stages or self.is_elastic)
 
     @property
     def divides_variables(self) -> bool:
@@ -92,6 +96,16 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 make=f"{_MAKE}:multiworker_job",
                 has_several_tasks=True,
                 can_shrink=True,
+                elastic_form="elastic",
+            ),
+            Kind(
+                name="elastic",
+                make="tfdist.elastic.job:elastic_job",
+                engine="tfdist.elastic.engine:ElasticEngine",
+                has_several_tasks=True,
+                has_one_device=True,
+                elastic_form="elastic",
+                is_elastic=True,
             ),
             Kind(
                 name="ps",
@@ -114,7 +128,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 )
 """The kinds by name. A new kind needs an entry here and a room."""
 
-AUTO = Kind(name="auto")
+AUTO = Kind(name="auto", elastic_form="elastic")
 """No kind yet: the cluster or the devices decide."""
 
 

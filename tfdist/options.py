@@ -228,7 +228,7 @@ class JobOptions(_Shape):
         None,
         "workers with which a ps job starts if the others do not connect (default: all)",
         least=1,
-        strategies=kinds_that("has_servers") + kinds_that("can_shrink"),
+        strategies=kinds_that("has_servers") + kinds_that("can_shrink") + kinds_that("is_elastic"),
         variable="TFDIST_MIN_WORKERS",
         submit="",
     )
@@ -272,6 +272,17 @@ class JobOptions(_Shape):
         identifies=True,
         submit="",
     )
+    shards: int | None = option(
+        None,
+        "parts of each batch; the results depend on them (default: 4, or 8 if there are more than "
+        "4 workers)",
+        least=1,
+        most=1024,
+        strategies=kinds_that("is_elastic"),
+        identifies=True,
+    )
+    control: str | None = option(None)
+    """Name of the launcher's socket for the members of an elastic job."""
     terminal: bool = option(False)
     """True if the task's output is shown on a terminal, which allows rewriting a line."""
 
@@ -374,6 +385,11 @@ class LaunchFlags(HostFlags, JobSettings):
         schedulers=("slurm",),  # a pod that is done does not end the others
     )
     resume: bool = option(False, "continue the newest unfinished run of this command in runs/")
+    elastic: bool = option(
+        False,
+        "let a multiworker job on CPUs go on without a lost worker, with the same results",
+        identifies=True,
+    )
     metrics_port: int | None = option(
         None, "loopback port that serves metrics to Prometheus", least=1, most=65_535
     )

@@ -29,6 +29,7 @@ LINES = {
     "checkpoint": 2_778,
     "training": 8_198,
     "ps, pipeline": 4_936,
+    "elastic": 0,
     "tuning": 3_136,
     "serving": 3_232,
     "around": 7_114,  # report, outputs, app, find, ops, audit, configs and the programs

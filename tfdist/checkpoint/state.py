@@ -103,6 +103,18 @@ def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> N
     renew_constants(model)
 
 
+def own_arrays(model: keras.Model) -> Arrays:
+    """Return copies of the state's arrays in a task that holds all of them whole."""
+    return {name: np.array(v.value.numpy()) for name, v in variables_of(model).items()}
+
+
+def set_own_arrays(model: keras.Model, arrays: Mapping[str, Any]) -> None:
+    """Set the state from the arrays of `own_arrays`."""
+    for name, variable in variables_of(model).items():
+        variable.assign(arrays[name])
+    renew_constants(model)
+
+
 def renew_constants(model: keras.Model) -> None:
     """Update the layers that compute with copies of their weights after new weights are set."""
     for layer in model._flatten_layers():
@@ -243,10 +255,11 @@ def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:
 
 def _rows_of_all(variable: Any, job: Job) -> np.ndarray[Any, Any]:
     """Return ``[replicas, *shape]``, a row per replica. Collective."""
-    rows = np.zeros((job.num_replicas, *variable.shape), _numpy_dtype(variable))
-    for replica, copy in zip(job.replica_ids, _copies(variable, job), strict=True):
+    replicas, own = _metric_replicas(job)
+    rows = np.zeros((replicas, *variable.shape), _numpy_dtype(variable))
+    for replica, copy in zip(own, _copies(variable, job), strict=True):
         rows[replica] = copy.numpy()
-    if job.num_replicas == 1:  # a pipeline has already sent it to every task
+    if replicas == 1:  # a pipeline has already sent it to every task
         return rows
     return sum_bytes(job, rows, of="the replicas' own values")
 
@@ -254,13 +267,22 @@ def _rows_of_all(variable: Any, job: Job) -> np.ndarray[Any, Any]:
 def _restore_replicas(variable: Any, job: Job, rows: Any) -> None:
     """Set each replica's row. If the number of replicas differs, the first replica gets the sum."""
     shape, dtype = tuple(variable.shape), _numpy_dtype(variable)
-    if rows is not None and len(rows) != job.num_replicas:
+    replicas, own = _metric_replicas(job)
+    if rows is not None and len(rows) != replicas:
         total = rows.sum(axis=0, dtype=dtype)
-        rows = np.zeros((job.num_replicas, *shape), dtype)
+        rows = np.zeros((replicas, *shape), dtype)
         rows[0] = total
-    whole = from_chief(job, rows, like=tf.TensorSpec((job.num_replicas, *shape), dtype))
-    for replica, copy in zip(job.replica_ids, _copies(variable, job), strict=True):
+    whole = from_chief(job, rows, like=tf.TensorSpec((replicas, *shape), dtype))
+    for replica, copy in zip(own, _copies(variable, job), strict=True):
         copy.assign(whole[replica])
+
+
+def _metric_replicas(job: Job) -> tuple[int, tuple[int, ...]]:
+    """Return the number of copies of a metric in the job, and this task's copies.
+
+    In an elastic job each task holds the whole metric.
+    """
+    return (1, (0,)) if job.shards is not None else (job.num_replicas, job.replica_ids)
 
 
 def _per_replica(variable: Any) -> bool:

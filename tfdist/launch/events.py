@@ -106,7 +106,52 @@ class StopRequest:
     signum: int
 
 
-Event = Started | Raised | Beat | Ended | StopRequest
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberReady:
+    """Connection of an elastic task to the launcher."""
+
+    task: Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberAcked:
+    """Answer of a member that has left its old view."""
+
+    task: Task
+    epoch: int
+    done: int
+    """Finished operations."""
+    has_state: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberKnocks:
+    """Request of a task to join the members."""
+
+    task: Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberAdmits:
+    """Agreement of a member that a task joins."""
+
+    task: Task
+    epoch: int
+    joining: Task
+
+
+MemberEvent = MemberReady | MemberAcked | MemberKnocks | MemberAdmits
+Event = (
+    Started
+    | Raised
+    | Beat
+    | Ended
+    | StopRequest
+    | MemberReady
+    | MemberAcked
+    | MemberKnocks
+    | MemberAdmits
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +217,37 @@ class Say:
     text: str
 
 
-TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShowView:
+    """Tell the members of an elastic job to leave their view."""
+
+    epoch: int
+    members: tuple[Task, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GoOn:
+    """Connect the members of a view, and let them go on (see `membership.Go`)."""
+
+    epoch: int
+    members: tuple[Task, ...]
+    done: int
+    source: Task
+    behind: tuple[Task, ...]
+    joining: tuple[Task, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Acquaint:
+    """Connect a task that joins with a member, or tell the member that it waits."""
+
+    joining: Task
+    member: Task
+    is_ready: bool
+    """Whether the task is ready to take the state."""
+
+
+TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure | ShowView | GoOn | Acquaint
 Action = TaskAction | Say
 
 

@@ -40,6 +40,7 @@ from tfdist.launch.events import (
 from tfdist.launch.isolation import isolate, reach
 from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
 from tfdist.launch.machine import this_machine
+from tfdist.launch.membership import Membership
 from tfdist.launch.multihost.agents import Hub, PipeAgent, shell_of
 from tfdist.launch.multihost.agreement import passed_variables
 from tfdist.launch.multihost.hosts import (
@@ -459,6 +460,7 @@ class JobRun:
             has_servers=kind.has_servers,
             grace_s=options.grace_s,
             min_workers=options.min_workers,
+            membership=Membership(expected=len(_workers(tasks))) if kind.is_elastic else None,
             policy=self._policy,
             watchdog=watchdog,
             now_s=time.monotonic(),
@@ -532,6 +534,10 @@ class JobRun:
         content = {"exit_code": exit_code, "job": self._description, "attempts": self._entries}
         # Do not wait for the disk: meanwhile other hosts would consider the launcher lost.
         write_json(self._report_file, content, durable=False, private=True)
+
+
+def _workers(tasks: Sequence[Task]) -> list[Task]:
+    return [task for task in tasks if task.type == "worker"]
 
 
 def _epoch_s() -> float:

@@ -66,6 +66,9 @@ class LaunchOptions(LaunchFlags):
         for value, strategy in ((self.stages, "pipeline"), (self.ps, "ps")):
             if value is not None and self.strategy == AUTO.name:
                 object.__setattr__(self, "strategy", strategy)
+        if self.elastic:
+            _require_elastic(self)
+            object.__setattr__(self, "strategy", self.kind.elastic_form)
         if self.stages is not None and self.workers == 1:
             object.__setattr__(self, "workers", self.stages)  # one task per stage
         check(self, "--{0.name}", code="bad-value")
@@ -85,6 +88,16 @@ class LaunchOptions(LaunchFlags):
         return None if self.ports is None else parse_ports(self.ports, where="--ports")
 
 
+def _require_elastic(options: LaunchOptions) -> None:
+    if not options.kind.elastic_form:
+        fix = "leave --elastic out, or use --strategy multiworker"
+        _refuse("elastic", f"a {options.strategy} job is not elastic", fix)
+    if options.hosts is not None or options.on not in (None, "local"):
+        _refuse("elastic", "an elastic job runs on one host", "leave --hosts and --on out")
+    if options.evaluator:
+        _refuse("elastic", "an elastic job has no evaluator", "pass validation_data to fit")
+
+
 def _check_strategy(options: LaunchOptions) -> None:
     """Refuse options that the strategy does not use."""
     kind, workers, hosts = options.kind, options.workers, options.hosts
@@ -102,9 +115,11 @@ def _check_strategy(options: LaunchOptions) -> None:
     if kind.has_one_replica and (options.devices_per_worker or 1) > 1:
         _refuse("devices_per_worker", "a single job has one device", "use --strategy mirrored")
     is_here = options.where == "local" and hosts is None
-    if options.min_workers is not None and is_here and not kind.has_servers:
+    if options.min_workers is not None and is_here and not (kind.has_servers or kind.is_elastic):
         fix = "leave --min_workers out, or use --strategy ps"
-        _refuse("min_workers", "only a ps job on one machine starts without all workers", fix)
+        _refuse(
+            "min_workers", "only a ps or elastic job on one machine runs without all workers", fix
+        )
 
 
 def _check_together(options: LaunchOptions) -> None:

@@ -44,6 +44,8 @@ class Attempt:
     cluster: ClusterSpec
     tasks: tuple[Task, ...]
     """Tasks on this host."""
+    control: str | None = None
+    """Name of the launcher's socket for the members of an elastic job."""
     hosts: dict[str, str] = field(default_factory=dict)
     """Host of each task, by the task's name (empty if the job runs on one host)."""
 
@@ -134,6 +136,7 @@ class JobDescription:
             options,
             strategy=self.kind.name,
             min_workers=options.min_workers if self.kind.has_servers else None,
+            control=attempt.control,
             run_dir=attempt.run_dir,
             attempt=attempt.number,
             stages=(options.stages or options.workers) if self.kind.has_stages else None,

@@ -21,12 +21,15 @@ from tfdist.cluster.ports import PortPool
 from tfdist.launch.events import (
     NO_SENSE,
     STOP_SIGNALS,
+    Acquaint,
     AskForStacks,
     Beat,
     Ended,
     Event,
+    GoOn,
     KillOne,
     Raised,
+    ShowView,
     Signal,
     SignalPipe,
     Start,
@@ -39,6 +42,7 @@ from tfdist.launch.events import (
 from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient, bootstrap_command, start_process
 from tfdist.launch.machine import KillEvidence, proc_state
+from tfdist.launch.members import MemberLinks
 from tfdist.launch.plan import Attempt, JobDescription, ProcessSpec
 from tfdist.launch.screen import JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
@@ -138,6 +142,15 @@ class JobProcesses:
         self.watch(signals.fd, self._on_signals)
         self.watch(self._notes_fd, self._on_notes)
         mark = secrets.token_hex(8)
+        self._links: MemberLinks | None = None
+        if job.kind.is_elastic:
+            self._links = MemberLinks(
+                f"tfdist-{mark}",
+                task_of=self._task_of,
+                watch=self.watch,
+                unwatch=self.unwatch,
+                tell=self._news.append,
+            )
         self._guard = GuardianClient(mark, environ=job.environ, hold=hold)
 
     def __enter__(self) -> Self:
@@ -146,6 +159,8 @@ class JobProcesses:
     def __exit__(self, *error: object) -> None:
         self._starter.close()
         self._guard.end_all()
+        if self._links is not None:
+            self._links.close()
         self._guard.close()
         self._selector.close()
         os.close(self._notes_fd)
@@ -214,6 +229,12 @@ class JobProcesses:
                 self._signal(task, signum)
             case KillOne(task=task):
                 self._kill_one(task)
+            case ShowView(epoch=epoch, members=members) if self._links:
+                self._links.show_view(epoch, members)
+            case Acquaint() if self._links:
+                self._links.acquaint(action)
+            case GoOn() if self._links:
+                self._links.go_on(action)
             case AskForStacks(task=task):
                 if pid := self._running.get(task):
                     _send(pid, STACK_SIGNAL)
@@ -263,6 +284,15 @@ class JobProcesses:
         elif task in self._pids:
             self._guard.end_session(self._pids[task])
 
+    @property
+    def control(self) -> str | None:
+        """Return the name of the socket for the members of an elastic job."""
+        return self._links.name if self._links else None
+
+    def _task_of(self, pid: int) -> Task | None:
+        self._collect()  # the process may be newer than its event
+        return next((task for task, known in self._pids.items() if known == pid), None)
+
     def state_of(self, task: Task) -> str | None:
         """Return the state of a task's process, as `proc_state`, or `None` without a process."""
         pid = self._pids.get(task)
@@ -294,7 +324,8 @@ class JobProcesses:
         if not self._news:
             for fd in [key.fd for key, _ in ready if key.fd in self._pipes]:
                 self._read(fd)
-        news, self._news = self._news, []
+        news = list(self._news)
+        self._news.clear()
         return news
 
     def finish(self) -> None:
@@ -308,6 +339,8 @@ class JobProcesses:
             self._close_pipe(fd)
         self._screen.close()
         self._running.clear()
+        if self._links is not None:
+            self._links.forget()
         self._owed.clear()
         self._on_notes()  # discard notes of tasks that have exited
         self._news.clear()
@@ -436,6 +469,7 @@ class LocalProcesses(JobProcesses):
         """Begin an attempt and return its tasks, in start order."""
         addresses = [port.address for port in self._ports.renewed()]
         attempt = self._job.local_attempt(addresses, number=number, restarts=restarts)
+        attempt = dataclasses.replace(attempt, control=self.control)
         self.begin(attempt, fork_log="fork-server.log")
         return attempt.tasks
 

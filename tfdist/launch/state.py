@@ -18,6 +18,7 @@ from tfdist.cluster import Task
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
 from tfdist.launch.diagnosis import Failure, RootCause, Watchdog
 from tfdist.launch.events import exit_code_for, exit_code_of
+from tfdist.launch.membership import Membership
 
 _EXIT_KILLED = exit_code_of(-signal.SIGKILL)
 
@@ -160,7 +161,10 @@ class JobState:
     grace_s: float
     """Seconds a task has to exit before it is killed."""
     min_workers: int | None = None
-    """Number of workers that a ps job needs before its first step (if `None`, all)."""
+    """Number of workers that a ps job needs before its first step (if `None`, all), and that an
+    elastic job needs always (if `None`, 1)."""
+    membership: Membership | None = None
+    """Members of an elastic job, by the index of their tasks."""
     policy: RestartPolicy
     """Restart policy of the job, which also counts the restarts of earlier attempts."""
     watchdog: Watchdog
@@ -263,22 +267,37 @@ class JobState:
 
     def is_expendable(self, task: Task) -> bool:
         """Return whether the job can continue while a task is missing or restarts."""
-        return task == EVALUATOR or self.works_for_chief(task)
+        return task == EVALUATOR or self.works_for_chief(task) or self.is_member(task)
 
     def works_for_chief(self, task: Task) -> bool:
         """Return whether a task is a worker that runs the steps a chief sends."""
         return self.has_servers and task.type == "worker"
 
+    def is_member(self, task: Task) -> bool:
+        """Return whether a task is a worker of an elastic job that goes on without it."""
+        if self.membership is None or task.type != "worker":
+            return False
+        return task != self.chief and self.membership.epoch > 0
+
     def serves_nobody(self, task: Task) -> bool:
         """Return whether a task is a worker or ps, and the chief has already finished."""
+        if self.waits_to_join(task):
+            return self.is_done
         return self.has_servers and self.is_done and task != EVALUATOR
 
+    def waits_to_join(self, task: Task) -> bool:
+        """Return whether a task of an elastic job runs and is no member yet."""
+        membership = self.membership
+        if membership is None or not membership.epoch or task.type != "worker":
+            return False
+        return task.index not in membership.members
+
     def other_workers(self, failed: Container[Task]) -> list[Task]:
-        """Return the running workers of a ps job that have not failed."""
+        """Return the running workers of a ps or elastic job that have not failed."""
         return [
             task
             for task in self.running
-            if self.works_for_chief(task)
+            if (self.works_for_chief(task) or (self.membership and task.type == "worker"))
             and task not in failed
             and self.tasks[task].failed_alone is None
         ]
@@ -294,6 +313,8 @@ class JobState:
         has_begun = self.step is not None
         if failure.task == EVALUATOR:
             return has_begun
+        if self.membership is not None:
+            return len(self.other_workers(failed)) >= (self.min_workers or 1)
         workers = sum(task.type == "worker" for task in self.tasks)
         needed = 1 if has_begun else self.min_workers or workers
         return len(self.other_workers(failed)) >= needed

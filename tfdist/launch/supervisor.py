@@ -16,6 +16,7 @@ from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE, named
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import (
+    Acquaint,
     Action,
     AskForStacks,
     Awakening,
@@ -23,16 +24,24 @@ from tfdist.launch.events import (
     Begin,
     Ended,
     Event,
+    GoOn,
     KillOne,
+    MemberAcked,
+    MemberAdmits,
+    MemberEvent,
+    MemberKnocks,
+    MemberReady,
     Raised,
     Say,
     ShowFailure,
+    ShowView,
     Signal,
     Start,
     Started,
     StopRequest,
     request_name,
 )
+from tfdist.launch.membership import Fence, Go, Knock, Membership, Step, View, Welcome
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import (
     EVALUATOR,
@@ -114,6 +123,9 @@ class _Decision:
                 if first_s is not None:
                     state.first_step_s = min(first_s, state.first_step_s or math.inf)
                 state.watchdog.beat(event)
+            case MemberReady() | MemberAcked() | MemberKnocks() | MemberAdmits():
+                if state.membership is not None:
+                    self._see_member(event, state.membership)
             case Raised(task=task) if state.is_running(task) and not state.is_ending:
                 state.reached(event.step)
                 state.root_cause.raised(event)
@@ -127,9 +139,13 @@ class _Decision:
         state.tasks[task].is_running = False
         state.tasks[task].record(status=ended.status, ended_at_s=ended.at_s)
         state.watchdog.ended(task)
+        if state.membership and task.type == "worker" and not state.is_ending:
+            self._change(state.membership.lost(task.index))
         if task == state.chief and (state.is_ending or not ended.status):
             state.straggler_deadline_s = self._now_s + self._straggler_s
             state.is_done = True
+            for waiting in filter(state.waits_to_join, state.running):
+                self._do(KillOne(waiting))
             for served in filter(state.serves_nobody, state.root_cause.tasks):
                 state.root_cause.forget(served)  # they saw the chief exit before
         if state.is_ending or self._end_failed_alone(task) or state.serves_nobody(task):
@@ -140,6 +156,56 @@ class _Decision:
                 return
             ended = replace(ended, cause="exited before the chief (exit code 0)")
         state.root_cause.ended(ended, since_s=self._since_s, now_s=self._now_s)
+
+    def _see_member(self, event: MemberEvent, membership: Membership) -> None:
+        """Change the members of an elastic job after a message of a member."""
+        index = event.task.index
+        match event:
+            case MemberReady():
+                self._change(membership.ready(index))
+            case MemberAcked(epoch=epoch, done=done, has_state=has_state):
+                self._change(membership.acked(index, epoch, done, has_state=has_state))
+            case MemberKnocks():
+                self._change(membership.knocked(index))
+            case MemberAdmits(epoch=epoch, joining=joining):
+                self._change(membership.admitted(joining.index, epoch))
+
+    def _change(self, steps: list[Step]) -> None:
+        """Perform the steps of a change of the members."""
+        for step in steps:
+            match step:
+                case View(epoch=epoch, members=members):
+                    self._do(ShowView(epoch=epoch, members=tuple(map(_worker, members))))
+                case Go():
+                    self._do(
+                        GoOn(
+                            epoch=step.epoch,
+                            members=tuple(map(_worker, step.members)),
+                            done=step.done,
+                            source=_worker(step.source),
+                            behind=tuple(map(_worker, step.behind)),
+                            joining=tuple(map(_worker, step.joining)),
+                        )
+                    )
+                case Welcome(joining=joining, teacher=member):
+                    self._acquaint(joining, member, is_ready=False)
+                case Knock(joining=joining, first=member):
+                    self._acquaint(joining, member, is_ready=True)
+                case Fence(member=member, reason=reason):
+                    self._fence(_worker(member), reason)
+
+    def _acquaint(self, joining: int, member: int, *, is_ready: bool) -> None:
+        task, other = _worker(joining), _worker(member)
+        self._do(Acquaint(joining=task, member=other, is_ready=is_ready))
+
+    def _fence(self, task: Task, reason: str) -> None:
+        """Kill a member that cannot go on with the others."""
+        known = self._state.tasks[task]
+        if not known.is_running or known.failed_alone is not None:
+            return
+        failure = Failure(task=task, cause=reason, exit_code=1, at_s=self._now_s)
+        if not self._go_on(self._dated(failure)):
+            self._fail(self._dated(failure))
 
     def _end_failed_alone(self, task: Task) -> bool:
         """Restart or drop a task that was killed for its own failure. Return whether it was."""
@@ -368,6 +434,10 @@ class _Decision:
             if task not in but:
                 self._state.tasks[task].record(stopped=True)
                 self._do(Signal(task, signum))
+
+
+def _worker(index: int) -> Task:
+    return Task("worker", index)
 
 
 class Supervisor:

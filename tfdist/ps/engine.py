@@ -13,14 +13,13 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.trainers.compile_utils import CompileMetrics
 from tensorflow.python.eager.record import VariableWatcher
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
@@ -36,6 +35,7 @@ from tfdist.strategy import Job
 from tfdist.strategy.devices import server_of
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import adding_in_order, compiled
+from tfdist.training.metric_totals import require_sums
 from tfdist.training.program import Engine, StepProgram, run_replica
 
 _CLOSURE_STEPS = 32
@@ -590,47 +590,3 @@ def _writes(op: Any) -> bool:
         body = op.graph._get_function(op.get_attr("body").name)
         return body is not None and any(map(_writes, body.graph.get_operations()))
     return bool(op.type.startswith(_WRITES)) and op.type not in READS
-
-
-# Metrics of a ps job: their totals must add up over work units. Other metrics are rejected.
-#
-# A work unit starts at zero and returns its totals, and the chief adds them up. Each variable of a
-# metric must therefore be a sum over the examples. Keras' own metrics meet this condition. A metric
-# with its own `update_state` or `reset_state` must declare it with the attribute `adds_up`.
-
-
-_BY_KERAS = "keras.src."
-_DECIDING = ("update_state", "reset_state")
-
-
-def require_sums(program: StepProgram) -> None:
-    """Reject metrics if their totals do not add up over work units or do not declare it."""
-    for metric in _with_nested(program.keras_metrics):
-        kinds = type(metric).__mro__
-        definers = {name: next(k for k in kinds if name in vars(k)) for name in _DECIDING}
-        own = [n for n, kind in definers.items() if not kind.__module__.startswith(_BY_KERAS)]
-        require(
-            not own or getattr(metric, "adds_up", False),
-            "metrics",
-            f"{type(metric).__name__} overrides {' and '.join(own)}, so tfdist cannot tell if its "
-            "totals add up over workers",
-            fix="set adds_up = True in its class if its variables start at 0 and are only added "
-            "to. Otherwise return the number from the step",
-            code="metric-adds-up",
-        )
-    for variable in program.metrics:
-        require(
-            variable.aggregation == "sum",
-            "metrics",
-            f"{variable.name} of a metric has aggregation={variable.aggregation!r} instead of "
-            "'sum'",
-            fix="create the metric's variables with aggregation='sum'",
-            code="metric-aggregation",
-        )
-
-
-def _with_nested(metrics: Iterable[keras.metrics.Metric]) -> Iterator[keras.metrics.Metric]:
-    for metric in metrics:
-        yield metric
-        is_list = isinstance(metric, CompileMetrics)
-        yield from _with_nested(metric.metrics if is_list else metric._metrics)

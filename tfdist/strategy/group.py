@@ -23,6 +23,7 @@ from tfdist import phases
 from tfdist.cluster import read_environment, resolved_kind
 from tfdist.errors import PeerLost, UsageError, require
 from tfdist.strategy.job import Job, current_job
+from tfdist.strategy.ring import Members, Ring
 
 _PIECE_WORDS = 2**22
 _MARK = "_tfdist_part"
@@ -192,7 +193,10 @@ def of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> 
     """Return the `values` of all tasks as float64 ``[tasks, len(values)]``. A collective."""
     table = np.zeros((job.num_tasks, len(values)))
     table[job.task_index] = values
-    return sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)
+    table = sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)
+    if isinstance(job.ring, Members):
+        table[job.ring.absent] = table[job.task_index]  # lost members have no values
+    return table
 
 
 def rows_of_all_tasks(
@@ -356,7 +360,7 @@ class VariablePart:
 
 def own_part(job: Job, shape: tuple[int, ...]) -> VariablePart:
     """Return this worker's part of a variable of this shape."""
-    assert job.ring is not None
+    assert isinstance(job.ring, Ring)
     first, end = job.ring.part(math.prod(shape))
     return VariablePart(shape=shape, first=first, end=end)
 
@@ -375,7 +379,7 @@ def gathered(job: Job, variable: Any) -> np.ndarray[Any, Any]:
     """Return the whole array of a variable that the workers hold in parts. A collective."""
     part, ring = part_of(variable), job.ring
     assert part is not None
-    assert ring is not None
+    assert isinstance(ring, Ring)
     with phases.waiting_for_all(), naming_lost_peer(job):
         mine = np.asarray(variable.numpy())
         (flat,) = ring.all_gather(mine, sizes=[part.size], of="the parts of a variable")

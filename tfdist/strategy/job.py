@@ -16,7 +16,7 @@ from tfdist.cluster import AUTO, KINDS, Kind, TaskConfig, read_environment, reso
 from tfdist.errors import UsageError
 from tfdist.strategy.native import route_keras
 from tfdist.strategy.pipeline_setup import Stages
-from tfdist.strategy.ring import Ring
+from tfdist.strategy.ring import Members, Ring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +27,9 @@ class Job:
       strategy: TensorFlow strategy of the model's variables.
       kind: Kind of the strategy, one of `KINDS`.
       config: Decoded TF_CONFIG, `None` for a single process.
-      ring: Ring that sums gradients over the workers, `None` if TensorFlow's collectives do.
+      ring: Ring or members that sum over the workers, `None` if TensorFlow's collectives do.
       stages: Place in the pipeline, `None` in other jobs.
+      shards: Number of parts of each batch in an elastic job, `None` in other jobs.
       collective_timeout_s: Seconds for a step block or sum by TensorFlow's collectives, 0 for no
         limit.
     """
@@ -36,14 +37,15 @@ class Job:
     strategy: tf.distribute.Strategy
     kind: Kind
     config: TaskConfig | None = None
-    ring: Ring | None = None
+    ring: Ring | Members | None = None
     stages: Stages | None = None
+    shards: int | None = None
     collective_timeout_s: float = 0.0
 
     @property
     def has_peers(self) -> bool:
         """True if several tasks run each step together and sum over all tasks."""
-        if self.kind.has_stages:
+        if self.kind.has_stages or self.shards is not None:
             return self.ring is not None
         return self.kind.has_collectives and self.strategy.num_replicas_in_sync > 1
 
@@ -72,6 +74,8 @@ class Job:
     @property
     def num_replicas(self) -> int:
         """Number of devices that compute one step together, 1 under ps."""
+        if self.shards is not None:
+            return self.shards
         return self.strategy.num_replicas_in_sync if self.kind.is_synchronous else 1
 
     @property
@@ -84,6 +88,8 @@ class Job:
         """Number of tasks that compute one step together, including all stages of a pipeline."""
         if self.stages is not None:
             return self.stages.count * self.stages.pipelines
+        if self.shards is not None:
+            return len(self.config.cluster.training_tasks()) if self.config else 1
         return self.num_replicas // len(self.replica_ids)
 
     @property
@@ -91,6 +97,8 @@ class Job:
         """Index of this task among the `num_tasks` tasks."""
         if self.stages is not None:
             return self.stages.pipeline * self.stages.count + self.stages.index
+        if self.shards is not None:
+            return self.config.task.index if self.config else 0
         return self.replica_ids[0] // len(self.replica_ids)
 
     @property
@@ -101,6 +109,9 @@ class Job:
     @property
     def replica_ids(self) -> tuple[int, ...]:
         """Global ids of this task's replicas, in the order of its devices."""
+        if self.shards is not None:
+            members = self.ring if isinstance(self.ring, Members) else None
+            return tuple(members.own_shards(self.shards) if members else range(self.shards))
         if self.num_replicas == 1:
             return (0,)
         extended = self.strategy.extended

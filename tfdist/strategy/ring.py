@@ -13,6 +13,7 @@ CPU time. A worker closes connections that do not present its secret.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import hashlib
@@ -49,6 +50,40 @@ _ANSWER_S = 10.0
 _BUFFERS_A_CALL = 64
 _VECTOR = 32  # 512 bits of float16
 _Piece = tuple[int, int, int]  # index of an array, first element, end element
+
+
+class Members(abc.ABC):
+    """Tasks of an elastic job, which take the ring's place (see `tfdist.elastic`).
+
+    Attributes:
+      lost, differs, stopped: As in `Ring`.
+    """
+
+    lost: str
+    differs: tuple[str, str] | None
+    stopped: str
+
+    @abc.abstractmethod
+    def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
+        """Return the sum over the members of each array."""
+
+    @abc.abstractmethod
+    def own_shards(self, shards: int) -> range:
+        """Return the shards of a batch that this task computes."""
+
+    @property
+    @abc.abstractmethod
+    def absent(self) -> list[int]:
+        """Tasks that are no members now."""
+
+    @abc.abstractmethod
+    def stop(self, reason: str) -> str:
+        """Leave the members."""
+
+    @property
+    @abc.abstractmethod
+    def previous_name(self) -> str:
+        """Name of the other members, for messages."""
 
 
 class Ring:
@@ -88,7 +123,7 @@ class Ring:
         Raises ConnectionError if a neighbour has exited or runs another sum. Raises RuntimeError
         if another thread of this worker runs a sum.
         """
-        chunks = _chunks(tuple(array.size for array in arrays), self._size, apart=False)
+        chunks = chunks_of(tuple(array.size for array in arrays), self._size, apart=False)
         with self._at_sum():
             self._agree(arrays, of)
             sums = self._scatter(arrays, chunks)
@@ -102,7 +137,7 @@ class Ring:
         more workers the order of additions differs, because each array is divided separately.
         Raises the errors of `sum`.
         """
-        chunks = _chunks(tuple(array.size for array in arrays), self._size, apart=True)
+        chunks = chunks_of(tuple(array.size for array in arrays), self._size, apart=True)
         with self._at_sum():
             self._agree(arrays, f"the parts of {of}")
             sums = self._scatter(arrays, chunks)
@@ -125,7 +160,7 @@ class Ring:
             whole[slice(*self.part(whole.size))] = part.reshape(-1)
         with self._at_sum():
             self._agree(wholes, f"all of {of}")
-            self._gather(wholes, _chunks(tuple(sizes), self._size, apart=True))
+            self._gather(wholes, chunks_of(tuple(sizes), self._size, apart=True))
         return wholes
 
     def part(self, size: int) -> tuple[int, int]:
@@ -190,15 +225,15 @@ class Ring:
         mine = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
         sums = [np.empty_like(array) for array in mine]
         for hop in range(self._size - 1):
-            out = _views(sums if hop else mine, chunks[(self._rank - hop) % self._size])
+            out = views_of(sums if hop else mine, chunks[(self._rank - hop) % self._size])
             self._add(out, mine, sums, chunks[(self._rank - hop - 1) % self._size])
         return sums
 
     def _gather(self, sums: Sequence[np.ndarray], chunks: Sequence[Sequence[_Piece]]) -> None:
         """Send this worker's chunk around the ring, and receive the other workers' chunks."""
         for hop in range(self._size - 1):
-            out = _views(sums, chunks[(self._rank + 1 - hop) % self._size])
-            self._exchange(out, _views(sums, chunks[(self._rank - hop) % self._size]))
+            out = views_of(sums, chunks[(self._rank + 1 - hop) % self._size])
+            self._exchange(out, views_of(sums, chunks[(self._rank - hop) % self._size]))
 
     def _agree(self, arrays: Sequence[np.ndarray], of: str) -> None:
         """Raise ConnectionError if the previous worker runs another sum."""
@@ -254,7 +289,7 @@ class Ring:
             return False
         except OSError as error:
             raise ConnectionError(f"lost {self._next}: {error.strerror or error}") from error
-        _remove_first(out, sent)
+        remove_first(out, sent)
         return True
 
     def _receive(self, into: deque[memoryview]) -> bool:
@@ -268,7 +303,7 @@ class Ring:
             raise ConnectionError(f"lost {self._previous}: {reason}") from error
         if not received:
             raise ConnectionError(f"lost {self._previous}: it closed the connection")
-        _remove_first(into, received)
+        remove_first(into, received)
         return True
 
     def _wait(self, out: deque[memoryview], into: deque[memoryview]) -> None:
@@ -294,7 +329,7 @@ class Ring:
 
 
 @functools.lru_cache(maxsize=64)
-def _chunks(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
+def chunks_of(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
     """Divide arrays of these sizes into `count` chunks, as a sequence or each array `apart`."""
     if apart:
         bounds = [_bounds(size, count) for size in sizes]
@@ -331,11 +366,11 @@ def _in_words(header: bytes | bytearray) -> str:
     return text if number == _NO_MORE else f"sum {number} of the run, {text}"
 
 
-def _views(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[memoryview]:
+def views_of(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[memoryview]:
     return deque(arrays[i][start:stop].view(np.uint8).data for i, start, stop in pieces)
 
 
-def _remove_first(views: deque[memoryview], count: int) -> None:
+def remove_first(views: deque[memoryview], count: int) -> None:
     """Remove the first `count` bytes."""
     while count:
         if count < len(views[0]):

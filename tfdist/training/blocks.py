@@ -85,6 +85,7 @@ class Decision:
       signum: signal that requested a stop in some task, or `None`.
       save: True if a time-based backup of the chief is due after the block.
       learning_rate: learning rate of the chief; NaN if it cannot be set.
+      joins: worker of an elastic job that joins before the block, or `None`.
     """
 
     last: int
@@ -92,25 +93,28 @@ class Decision:
     signum: int | None = None
     save: bool = False
     learning_rate: float = math.nan
+    joins: int | None = None
 
 
 def decide(
     job: Job, mine: Decision, *, requests: StopRequests | None, of: str = "the next block of steps"
 ) -> Decision:
     """Combine all tasks' decisions into a common decision. A collective."""
-    message = np.zeros(4 + len(SIGNALS))
+    message = np.zeros(5 + len(SIGNALS))
     if job.is_chief:
         message[:3] = mine.last, mine.save, mine.learning_rate
-    message[3] = mine.stop
+        message[3] = 0 if mine.joins is None else mine.joins
+    message[4] = mine.stop
     if requests is not None:
-        message[4:] = requests.slots()
-    last, save, rate, stop, *slots = sum_over_tasks(job, message, of=of)
+        message[5:] = requests.slots()
+    last, save, rate, joins, stop, *slots = sum_over_tasks(job, message, of=of)
     return Decision(
         last=int(last),
-        stop=stop > 0,
+        stop=bool(stop > 0),
         signum=signal_of(slots),
-        save=save > 0,
+        save=bool(save > 0),
         learning_rate=float(rate),
+        joins=int(joins) or None,
     )
 
 

@@ -170,8 +170,11 @@ class Feed(abc.ABC):
         """
         return next(iter(self.dataset(0, 1)))[0].data
 
-    def at(self, step: tf.Tensor) -> list[Part]:
-        """Return the parts of this task's replicas in `step` (scalar int64), in pure graph code."""
+    def at(self, step: tf.Tensor, shard: Any = None) -> list[Part]:
+        """Return the parts of this task's replicas in `step` (scalar int64), in pure graph code.
+
+        With a `shard` (scalar int64), return only the part of this replica.
+        """
         raise TypeError(f"{type(self).__name__} cannot compute the batch of a single step")
 
     def iterator(self, step: int) -> Any:
@@ -223,18 +226,19 @@ class GraphFeed(Feed):
         super().__init__(source, plan, **options)
         self.direct = source.transform is None
 
-    def at(self, step: tf.Tensor, arrays: Any = None) -> list[Part]:
+    def at(self, step: tf.Tensor, shard: Any = None, arrays: Any = None) -> list[Part]:
         """As in `Feed`. With `arrays` (from `GraphSource.arrays`), only these arrays are read."""
         first, last = graph_span(self.plan, step)
         size: Any = self.plan.global_batch_size if self.plan.all_full else last - first
-        return [self._part(replica, first, size, arrays) for replica in self._job.replica_ids]
+        replicas = self._job.replica_ids if shard is None else [shard]
+        return [self._part(replica, first, size, arrays) for replica in replicas]
 
     def dataset(self, first: Any, last: Any, arrays: Any = None) -> tf.data.Dataset:
         """Return the parts as in `Feed`."""
 
         @_plain
         def parts(step: tf.Tensor) -> tuple[Part, ...]:
-            return tuple(self.at(step, arrays))
+            return tuple(self.at(step, arrays=arrays))
 
         steps = tf.data.Dataset.range(first, last).with_options(lean_options())
         return steps.map(parts, num_parallel_calls=2, deterministic=True).prefetch(_AHEAD_STEPS)
@@ -248,7 +252,7 @@ class GraphFeed(Feed):
         """Return a function that makes the parts, as in `Feed`."""
         arrays = given.get_next()
         if self.direct:
-            return lambda step: self.at(step, arrays)[0]
+            return lambda step: self.at(step, arrays=arrays)[0]
         # Each work unit traces, optimizes and starts this dataset again. That costs as much as
         # sending some megabytes, and is worth it to run a transform ahead of the step.
         batches = iter(self.dataset(first, last, arrays))
@@ -256,7 +260,8 @@ class GraphFeed(Feed):
 
     def _part(self, replica: int, first: tf.Tensor, size: Any, arrays: Any) -> Part:
         low, high = share_of(replica, parts=self._job.num_replicas, size=size)
-        count: Any = high - low
+        divides = isinstance(size, int) and size % self._job.num_replicas == 0
+        count: Any = size // self._job.num_replicas if divides else high - low
         if isinstance(count, int):
             positions = first + low + tf.range(max(count, 1), dtype=tf.int64)
             share: Any = tf.constant(count / size, tf.float32)

@@ -329,6 +329,13 @@ class StepLoop:
             fix="call tfdist.fit, or use another strategy",
             code="own-step",
         )
+        require(
+            self._job.shards is None,
+            "StepLoop",
+            "an elastic job cannot divide a step function into shards",
+            fix="call model.fit, or start the job without --elastic",
+            code="own-step",
+        )
         self._metrics = list(metrics)
         for optimizer, variables in sharded_optimizers:
             building.build_in_parts(optimizer, variables, self._job)

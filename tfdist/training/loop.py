@@ -19,6 +19,7 @@ import numpy as np
 from tfdist import phases
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
+from tfdist.checkpoint.state import own_arrays, set_own_arrays
 from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
@@ -36,7 +37,7 @@ from tfdist.training.callbacks import (
     wants_logs,
 )
 from tfdist.training.metrics_file import MetricsFile, metrics_file
-from tfdist.training.program import RunObserver
+from tfdist.training.program import LoopState, RunObserver
 from tfdist.training.run import Run
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
 from tfdist.training.trackers import Tracker
@@ -106,6 +107,7 @@ class TrainLoop:
         self._began_s = time.monotonic()
         self._max_time_s = plan.run.max_time_s
         self._is_time_over = False
+        self._joined: LoopState | None = None
         self._warned = not self._job.is_chief
         given = keras.tree.flatten(plan.callbacks or [])
         self._callbacks = callback_list(
@@ -131,6 +133,8 @@ class TrainLoop:
           Stopped: some task received a stop signal. The state is already saved if possible.
         """
         model, epochs = self._model, self._epochs
+        if (joined := self._blocks.engine.begin(self._blocks.program)) is not None:
+            self._join(joined)
         self.step, start = resume.first_step_and_epoch(self._plan)
         self._prepare_trackers()
         if self._plan.saved is not None:
@@ -162,7 +166,7 @@ class TrainLoop:
 
     def _prepare_trackers(self) -> None:
         """Start the trackers' journals beside the checkpoints, and resume the trackers' runs."""
-        if not self._plan.backups:
+        if not self._plan.backups or self._joined is not None:
             return
         backup = self._plan.backups[0]
         listed = [c for c in self._callbacks.callbacks if isinstance(c, Tracker)]
@@ -251,6 +255,12 @@ class TrainLoop:
 
     def _decide(self, epoch_end: int) -> Decision:
         require_as_compiled(self._model, self._compiled)
+        engine = self._blocks.engine
+        if self._joined is not None:
+            decision = Decision(**self._joined.loop["decision"])
+            self._joined = None
+            engine.go_on()
+            return decision
         mine = Decision(last=0, stop=self._model.stop_training)
         if self._job.is_chief:
             longest = self.step + self._blocks.length.steps()
@@ -259,8 +269,11 @@ class TrainLoop:
                 last=min([epoch_end, longest, *self._due()]),
                 save=any(backup.due() for backup in self._plan.backups),
                 learning_rate=self._blocks.learning_rate,
+                joins=engine.joining,
             )
         decision = decide(self._job, mine, requests=self._requests)
+        if decision.joins is not None and not decision.stop and decision.signum is None:
+            engine.admit(decision.joins, lambda: self._state(decision))
         return dataclasses.replace(decision, last=self.step + 1) if decision.stop else decision
 
     def _due(self) -> list[int]:
@@ -339,7 +352,10 @@ class TrainLoop:
 
     def _restore(self) -> None:
         with phases.entered("save"):
-            self._plan.backups[0].restore(self._model, self._job, callbacks=self._callbacks)
+            if self._joined is not None:
+                self._take(self._joined)
+            else:
+                self._plan.backups[0].restore(self._model, self._job, callbacks=self._callbacks)
             self._blocks.engine.take_state(self._blocks.program)
         for callback in self._callbacks.callbacks:
             if hasattr(callback, "resumed_at"):
@@ -365,17 +381,44 @@ class TrainLoop:
                 )
                 backup.pass_over()
                 return
-            more = resume.epoch_at(step, self._epochs) | resume.kept_logs(logs)
-            run = RunState(
-                step=step,
-                examples=self._epochs.examples_before(step),
-                seed=self._plan.seed,
-                stopped=bool(model.stop_training),
-                fingerprint=resume.fingerprint(self._plan.feed) | more,
-                seconds=self._seconds(),
-            )
+            run = self._run_state(resume.kept_logs(logs))
             backup.save(model, self._job, run, callbacks=self._callbacks)
             self._saved_step = step
+
+    def _run_state(self, more: Mapping[str, Any]) -> RunState:
+        return RunState(
+            step=self.step,
+            examples=self._epochs.examples_before(self.step),
+            seed=self._plan.seed,
+            stopped=bool(self._model.stop_training),
+            fingerprint=resume.fingerprint(self._plan.feed)
+            | resume.epoch_at(self.step, self._epochs)
+            | dict(more),
+            seconds=self._seconds(),
+        )
+
+    # elastic jobs
+
+    def _state(self, decision: Decision) -> LoopState:
+        """Return the loop's state before the block of `decision`, for a task that joins."""
+        listed = self._callbacks.callbacks
+        loop = {
+            "run": dataclasses.asdict(self._run_state({})),
+            "decision": dataclasses.asdict(decision),
+            "callbacks": callback_state.get_states(listed),
+        }
+        arrays = own_arrays(self._model) | callback_state.best_weights(listed)
+        return LoopState(loop=loop, arrays=arrays)
+
+    def _join(self, joined: LoopState) -> None:
+        """Begin at the state of the other tasks' loop."""
+        self._joined = joined
+        self._plan = dataclasses.replace(self._plan, saved=RunState(**joined.loop["run"]))
+
+    def _take(self, joined: LoopState) -> None:
+        set_own_arrays(self._model, joined.arrays)
+        callback_state.set_states(self._callbacks.callbacks, joined.loop["callbacks"])
+        callback_state.set_best_weights(self._callbacks.callbacks, joined.arrays)
 
     def _finish(self) -> None:
         """Wait for unfinished writes, then handle a stop signal received after the last step."""

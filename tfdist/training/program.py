@@ -94,6 +94,19 @@ class RunObserver(keras.callbacks.Callback):
         raise NotImplementedError
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoopState:
+    """State of a training loop before a block, for a task that joins.
+
+    Attributes:
+      loop: JSON values of the loop.
+      arrays: variables and other arrays by name.
+    """
+
+    loop: dict[str, Any]
+    arrays: dict[str, Any]
+
+
 class Engine(Protocol):
     """Runs step blocks of a program. Every training task calls it alike.
 
@@ -125,6 +138,21 @@ class Engine(Protocol):
         Called at the end of `fit`, also after an error: later the model must not change.
         """
         return
+
+    def begin(self, program: StepProgram) -> LoopState | None:
+        """Begin a training loop. Return the state of the loop that this task joins, else `None`."""
+        return None
+
+    @property
+    def joining(self) -> int | None:
+        """Task that waits to join the loop, in the chief of an elastic job."""
+        return None
+
+    def admit(self, task: int, state: Callable[[], LoopState]) -> None:
+        """Let a task join the loop, which then calls `state`."""
+
+    def go_on(self) -> None:
+        """Take part in the operations of the loop that this task has joined."""
 
     @property
     def steps_under_way(self) -> int:
@@ -248,13 +276,15 @@ def run_replica(
     local: dict[int, tf.Tensor] | None = None,
     at_hook: Callable[[Sequence[Any]], None] | None = None,
     counts: UpdateCounts | None = None,
+    instead_of_update: Callable[[Any, list[Any], Any], Callable[[], Any]] | None = None,
 ) -> Any:
     """Run one step on one replica, in its context, and return the step function's result.
 
     Logs are returned as this replica's term of a sum over the replicas.
     `local` maps the `id` of a variable to a value that the step keeps private: reads and writes of
     the variable use that value. `at_hook` is called with the gradients at the gradient hook.
-    `counts` holds the optimizers' update counts.
+    `counts` holds the optimizers' update counts. `instead_of_update` gets each optimizer with its
+    weighted gradients and variables, and the step does not apply them.
     """
     share = part.share
     if program.feed.counts_fractions and num_replicas > 1:
@@ -272,10 +302,13 @@ def run_replica(
         local=local or {},
         at_hook=at_hook,
         counts=counts,
+        instead_of_update=instead_of_update,
         batch_axes=program.batch_axes,
         sources={} if program.keep_logs and (num_replicas > 1 or local is not None) else None,
     )
-    guarded = [v.value for v in program.metrics] if program.feed.may_be_empty else []
+    guarded = (
+        [v.value for v in program.metrics] if program.feed.may_be_empty and local is None else []
+    )
     before = [tf.identity(v) for v in guarded]
     with keras_compat.tracing(trace):
         outputs = program.function(part.data)

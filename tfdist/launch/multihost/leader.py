@@ -14,10 +14,13 @@ from tfdist.cluster.address import join
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError, named
 from tfdist.launch.events import (
     NO_SENSE,
+    Acquaint,
     Ended,
     Event,
+    GoOn,
     Message,
     ShowFailure,
+    ShowView,
     Start,
     StopRequest,
     TaskAction,
@@ -172,6 +175,8 @@ class Team:
             for rank in self.hub.present:
                 self.hub.send(rank, encode_action(action))
             return None
+        if isinstance(action, ShowView | GoOn | Acquaint):
+            return None  # an elastic job runs on one host
         task, rank = action.task, self.host_of[action.task]
         if not rank:
             return self._local.perform(action)

@@ -51,7 +51,7 @@ def _gradient_hook(
         return None
     if trace.in_hook:
         return original(self, grads, trainable_variables)
-    if not _in_group():
+    if trace.instead_of_update is None and not _in_group():
         return original(self, [summed_rows(g) for g in grads], trainable_variables)
     if trace.counts is not None:
         trace.counts.follow(self._iterations)
@@ -61,6 +61,12 @@ def _gradient_hook(
         _require_built(self)
         warn_of_its_own(self)
         grads = [g if g is None else times(g, trace.share) for g in grads]
+    if trace.instead_of_update is not None:
+        grads = [summed_rows(g) for g in grads]
+        note_read = trace.instead_of_update(self, grads, trainable_variables)
+        updated = trainable_variables or self._trainable_variables
+        trace.taken |= dict.fromkeys(map(id, updated), note_read)
+        return None
     if whole_variables := wholes_of.get(self):
         trainable_variables = trainable_variables or list(whole_variables)
         grads = scattered(self, list(grads), trainable_variables, trace)

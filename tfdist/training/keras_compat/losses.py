@@ -24,7 +24,7 @@ from keras.src.models.model import Trainer
 from keras.src.trainers.compile_utils import CompileLoss
 
 from tfdist.errors import UsageError
-from tfdist.training.keras_compat.reduction import sum_over_replicas
+from tfdist.training.keras_compat.reduction import no_sum_in_a_step, sum_over_replicas
 from tfdist.training.keras_compat.trace import (
     BatchAxes,
     Original,
@@ -409,6 +409,8 @@ def _of_examples_that_count(
     if trace.num_replicas == 1 or context is None:
         found: tuple[tf.Tensor, tf.Tensor] = original(x, axes, keepdims)
         return found
+    if trace.instead_of_update is not None:
+        raise no_sum_in_a_step()
     counts = tf.cast(tf.convert_to_tensor(trace.examples) > 0, x.dtype)
     share = tf.cast(trace.share, x.dtype)
     # The sum over replicas needs weighted gradients. The hook weights later, so undo it after.

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import Variable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+from tfdist.errors import UsageError
 from tfdist.strategy.group import VariablePart, part_of
 from tfdist.strategy.job import current_job
 from tfdist.strategy.ring import Ring
@@ -97,6 +98,8 @@ def summed_rows(gradient: Any) -> Any:
 def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sum each tensor over all replicas in as few messages as possible. Replica context."""
     job = current_job()
+    if job is not None and job.shards is not None:
+        raise no_sum_in_a_step()
     if job is None or job.ring is None or job.strategy is not tf.distribute.get_strategy():
         return _by_collectives(tensors)
     results: list[tf.Tensor] = list(tensors)
@@ -109,6 +112,17 @@ def sum_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         for i, summed in zip(bucket, sums, strict=True):
             results[i] = tf.ensure_shape(summed, tensors[i].shape)
     return results
+
+
+def no_sum_in_a_step() -> UsageError:
+    """Return the error of an elastic job whose step needs a sum before its gradients."""
+    return UsageError(
+        "elastic",
+        "the step needs a sum over the whole batch before its gradients, as for a masked or "
+        "weighted loss or a synchronized BatchNormalization",
+        fix="start the job without --elastic",
+        code="elastic-step",
+    )
 
 
 def scatter_over_workers(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -144,7 +158,7 @@ def gather_over_workers(
 def _ring() -> Ring:
     job = current_job()
     assert job is not None
-    assert job.ring is not None
+    assert isinstance(job.ring, Ring)
     return job.ring
 
 

@@ -70,6 +70,9 @@ class StepTrace:
       fused: Whether layers use the fused kernels of `kernels` in this package.
       local: Values of variables that the step holds in tensors, by the variable's `id`.
       at_hook: Function that the gradient hook calls with the gradients.
+      instead_of_update: Function that the gradient hook calls with the optimizer, the weighted
+        gradients and their variables. Optimizers then change nothing. It returns a function that
+        is called if the step reads one of the variables later.
       held: Values of variables that the step reads once and then reuses, by `id`.
       taken: Functions that return this update's part of summed gradients, by the sum's `id`.
       packed: Function that packs the pairs of gradients and variables for an update.
@@ -100,6 +103,7 @@ class StepTrace:
     fused: bool = False
     local: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     at_hook: Callable[[Sequence[Any]], None] | None = None
+    instead_of_update: Callable[[Any, list[Any], Any], Callable[[], Any]] | None = None
     held: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     taken: dict[int, Callable[[], tf.Tensor]] = dataclasses.field(default_factory=dict)
     packed: Callable[[list[Any]], list[Any]] = list

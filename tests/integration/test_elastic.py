@@ -1,0 +1,60 @@
+"""The cells of the conformance table in an elastic job of one worker with three shards."""
+
+import dataclasses
+
+import pytest
+
+from tests.integration import test_conformance as table
+from tests.refusals import refused
+from tfdist.elastic.job import ElasticStrategy
+from tfdist.kinds import KINDS
+from tfdist.strategy import job as jobs
+
+
+class Strategies(dict):
+    """The strategies by their number of replicas, with an elastic job in place of 3."""
+
+    def __getitem__(self, number):
+        if number != 3:
+            jobs._made.clear()
+            return super().__getitem__(number)
+        strategy = ElasticStrategy("/CPU:0", 3)
+        jobs.remember(jobs.Job(strategy=strategy, kind=KINDS["elastic"], shards=3))
+        return strategy
+
+
+@pytest.fixture
+def elastic(strategies, monkeypatch):
+    monkeypatch.setattr(jobs, "_made", [])
+    return Strategies(strategies)
+
+
+REFUSED = {
+    "metrics with a state and of several results": "metric-adds-up",
+    **dict.fromkeys(
+        (
+            *("several optimizers", "trackers of the guide", "logs of every kind"),
+            *("a step that takes a dict apart", "a step whose targets are its inputs"),
+            *("more figures", "two in a step", "two in a step beside a sum"),
+            "weighted by a variable",
+            *("gradients that are kept", "no optimizer", "losses that a call returns"),
+            *("activities", "activities of a layer used twice", "losses read after the update"),
+            *("a mean by hand", "a mean by hand beside a sum", "a mean with weights"),
+            *("summed by the tape, 9 a step", "summed by the tape, 8 a step"),
+            *(c for c in table.CELLS if c.startswith("masks")),
+        ),
+        "elastic-step",
+    ),
+}
+"""Codes of the cells that an elastic job refuses (see docs/elastic.md)."""
+
+
+@pytest.mark.parametrize("cell", [c for c in table.CELLS if c not in REFUSED])
+def test_shards_end_alike(elastic, cell):
+    table.require_alike(elastic, dataclasses.replace(table.CELLS[cell], replicas=(3,)))
+
+
+@pytest.mark.parametrize("cell", [c for c in REFUSED if c in table.CELLS])
+def test_other_cells_are_refused(elastic, cell):
+    one = dataclasses.replace(table.CELLS[cell], replicas=(3,))
+    assert refused(lambda: table.require_alike(elastic, one))[1] == REFUSED[cell]

@@ -1,0 +1,172 @@
+"""Operations of elastic members over real sockets, with members that are killed at any point."""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+
+import numpy as np
+import pytest
+
+from tfdist.elastic.mesh import Mesh
+from tfdist.launch.membership import Fence, Go, Membership, View
+
+SHARDS, STEPS, DEADLINE_S = 4, 40, 60.0
+
+
+def train(mesh: Mesh, member: int, steps: int) -> str:
+    """A model of NumPy: the state is a function of the sums, and the sums of the state."""
+    state = np.ones(1000, np.float32)
+    for step in range(steps):
+        limit = mesh.sum(np.array([float(steps) if member == 0 else 0.0]), of="the next step")[0]
+        assert limit <= steps
+
+        def part(shard: int, state: np.ndarray = state, step: int = step) -> list[np.ndarray]:
+            draws = np.random.default_rng((step, shard)).standard_normal(1000, np.float32)
+            return [np.sin(state * draws), np.float32([shard])]
+
+        total, count = mesh.sum_shards(part, SHARDS, of="a step")
+        assert count == sum(range(SHARDS))
+        state = state * np.float32(0.9) + total
+        rows = mesh.gather_shards(lambda shard: [np.full(shard, shard)], SHARDS, of="rows")
+        assert [len(row) for (row,) in rows] == list(range(SHARDS))
+    mesh.sum(np.zeros(1), of="the end")
+    return hashlib.sha256(state.tobytes()).hexdigest()
+
+
+class Job:
+    """A launcher of forked members, which kills members when `chaos` says so."""
+
+    def __init__(self, count: int, steps: int = STEPS) -> None:
+        self.membership = Membership(expected=count)
+        self.ends: dict[int, socket.socket] = {}
+        self.pids: dict[int, int] = {}
+        self.digests: dict[int, str] = {}
+        self.views = 0
+        names = [f"worker-{i}" for i in range(count)]
+        for member in range(count):
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            out_fd, in_fd = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                for end in (ours, *self.ends.values()):
+                    end.close()
+                code = 1
+                try:
+                    digest = train(Mesh(theirs, member, names), member, steps)
+                    os.write(in_fd, digest.encode())
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                    sys.stderr.flush()
+                os._exit(code)
+            theirs.close()
+            os.close(in_fd)
+            self.ends[member], self.pids[member] = ours, pid
+            os.set_blocking(out_fd, True)
+            self._outputs = {**getattr(self, "_outputs", {}), member: out_fd}
+
+    def run(self, chaos=lambda job, now_s: None) -> set[str]:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while self.ends:
+            assert time.monotonic() < deadline_s, "the job hangs"
+            for end in select.select(list(self.ends.values()), [], [], 0.002)[0]:
+                member = next(m for m, e in self.ends.items() if e is end)
+                try:
+                    data = end.recv(1 << 16)
+                except OSError:
+                    data = b""
+                if data:
+                    self.see(member, json.loads(data))
+                else:
+                    self.lost(member)
+            chaos(self, time.monotonic())
+        return set(self.digests.values())
+
+    def see(self, member: int, message: dict) -> None:
+        match message:
+            case {"ready": _}:
+                self.do(self.membership.ready(member))
+            case {"ack": epoch, "done": done, "has_state": _}:
+                self.do(self.membership.acked(member, epoch, done))
+
+    def lost(self, member: int) -> None:
+        self.ends.pop(member).close()
+        _, status = os.waitpid(self.pids.pop(member), 0)
+        digest = os.read(self._outputs[member], 100).decode()
+        os.close(self._outputs.pop(member))
+        if digest:
+            self.digests[member] = digest
+        else:
+            assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        self.do(self.membership.lost(member))
+
+    def do(self, steps) -> None:
+        for step in steps:
+            match step:
+                case View(epoch, members):
+                    self.views += 1
+                    for member in members:
+                        self.tell(member, {"view": epoch})
+                case Go(epoch, members, done, source, behind, _):
+                    pairs = {}
+                    for i, one in enumerate(members):
+                        for other in members[i + 1 :]:
+                            pairs[one, other], pairs[other, one] = socket.socketpair()
+                    for member in members:
+                        fds = [pairs[member, o].fileno() for o in members if o != member]
+                        message = {
+                            "go": epoch,
+                            "members": members,
+                            "source": source,
+                            "done": done,
+                            "joining": [],
+                        }
+                        self.tell(member, {**message, "behind": behind}, fds)
+                    for end in pairs.values():
+                        end.close()
+                case Fence(member=member):
+                    self.kill(member)
+
+    def tell(self, member: int, message: dict, fds=()) -> None:
+        with contextlib.suppress(OSError, KeyError):  # it has exited: the next event says so
+            socket.send_fds(self.ends[member], [json.dumps(message).encode()], list(fds))
+
+    def kill(self, member: int) -> None:
+        if member in self.pids:
+            os.kill(self.pids[member], signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    (digest,) = Job(1).run()
+    return digest
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
+def test_the_bits_do_not_depend_on_the_number_of_members(undisturbed, count):
+    assert Job(count).run() == {undisturbed}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_survivors_of_random_kills_have_the_same_bits(undisturbed, seed):
+    draws = random.Random(seed)
+    count = draws.choice([2, 3, 4])
+    job, due_s = Job(count), [0.0]
+
+    def chaos(job: Job, now_s: float) -> None:
+        if not due_s[0]:
+            due_s[0] = now_s + draws.uniform(0.0, 0.1)
+        if now_s >= due_s[0] and job.membership.epoch and len(job.ends) > 1:
+            job.kill(draws.choice([m for m in job.ends if m]))
+            due_s[0] = now_s + draws.uniform(0.0, 0.1)
+
+    assert job.run(chaos) == {undisturbed}
+    assert job.views > 1

@@ -1,0 +1,1 @@
+"""Elastic multiworker: survivors of a lost worker go on within the job, with the same bits."""

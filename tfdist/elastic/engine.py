@@ -1,0 +1,407 @@
+"""Engine of elastic jobs: a step is a sum over a fixed number of shards of the batch.
+
+A step has two compiled functions. The first one computes a shard's part of the step and changes no
+variable: gradients, statistics, metric totals and logs. The second one updates the variables from
+the sums over all shards. Between them, the members add the parts in one order, a binary tree over
+the shards. The sums therefore do not depend on the member that computed a shard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist import phases
+from tfdist.elastic.mesh import Compute, Mesh
+from tfdist.elastic.shards import Array, tree_sum
+from tfdist.errors import named, require
+from tfdist.strategy import Job
+from tfdist.training.engines import SynchronousEngine, joined, without_substitute
+from tfdist.training.feed import Feed, Part
+from tfdist.training.keras_compat import StepTrace, compiled, random_key, tracing
+from tfdist.training.keras_compat.reduction import no_sum_in_a_step, summed_rows
+from tfdist.training.metric_totals import require_sums
+from tfdist.training.program import (
+    LoopState,
+    StepProgram,
+    as_number,
+    find_batch_axes,
+    flat_logs,
+    run_replica,
+)
+from tfdist.training.resume import require_deterministic
+
+
+class ElasticEngine(SynchronousEngine):
+    """Runs each step as a sum over the shards of its batch."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._programs: dict[StepProgram, _Shards] = {}
+        self._mesh = job.ring if isinstance(job.ring, Mesh) else None
+
+    def run(
+        self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
+    ) -> dict[str, float]:
+        """Run the steps ``[first, last)``. A collective: every task calls it alike."""
+        shards = self._programs.get(program)
+        if shards is None:
+            shards = self._programs[program] = _Shards(program, self._job)
+        logs: dict[str, float] = {}
+        for step in range(first, last):
+            batches = _Batches(program, self._job, step)
+            totals = self._total(partial(shards.part, step, batches))
+            if shards.num_sparse:
+                totals += self._joined_rows(partial(shards.rows, step, batches))
+            logs = shards.update(step, totals)
+            batches.done()
+            if not program.feed.direct:
+                self._advance(program, step, step + 1)
+        return logs
+
+    def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
+        """Yield each step's outputs, complete on every task. A collective."""
+        shards = self._programs.setdefault(program, _Shards(program, self._job))
+        for step in range(first, last):
+            batches = _Batches(program, self._job, step)
+            parts = self._each(partial(shards.outputs, step, batches), of="outputs of a step")
+            batches.done()
+            if not program.feed.direct:
+                self._advance(program, step, step + 1)
+            whole = [joined(columns) for columns in zip(*parts, strict=True)]
+            yield keras.tree.pack_sequence_as(shards.structure, whole)
+
+    def begin(self, program: StepProgram) -> LoopState | None:
+        """Begin a training loop. A task that joins compiles its step, and waits for the state."""
+        mesh = self._mesh
+        if mesh is None or not mesh.begin_loop():
+            return None
+        shards = self._programs.setdefault(program, _Shards(program, self._job))
+        shards.compile()
+        text, *arrays = mesh.join()
+        loop = json.loads(text.tobytes())
+        return LoopState(loop=loop["loop"], arrays=dict(zip(loop["names"], arrays, strict=True)))
+
+    @property
+    def joining(self) -> int | None:
+        """Task that waits to join the loop, in the chief."""
+        waiting = self._mesh.knocking if self._mesh is not None else []
+        return waiting[0] if waiting else None
+
+    def admit(self, task: int, state: Callable[[], LoopState]) -> None:
+        """Let a task join the loop."""
+
+        def arrays() -> list[Array]:
+            found = state()
+            text = json.dumps({"loop": found.loop, "names": list(found.arrays)}).encode()
+            return [np.frombuffer(text, np.uint8), *found.arrays.values()]
+
+        assert self._mesh is not None
+        self._mesh.admit(task, arrays)
+
+    def go_on(self) -> None:
+        """Take part in the operations of the loop that this task has joined."""
+        assert self._mesh is not None
+        self._mesh.go_online()
+
+    def close(self) -> None:
+        """End the training loop, which no task can join from now on."""
+        if self._mesh is not None:
+            self._mesh.end_loop()
+
+    def _each(self, compute: Compute, *, of: str) -> list[list[Array]]:
+        """Return the arrays of each shard."""
+        count = self._job.num_replicas
+        if self._mesh is None:
+            return [list(compute(shard)) for shard in range(count)]
+        with phases.waiting_for_all():
+            return self._mesh.gather_shards(compute, count, of=of)
+
+    def _joined_rows(self, compute: Compute) -> list[Array]:
+        """Return the rows of all shards' sparse gradients, in the order of the shards."""
+        parts = self._each(compute, of="sparse gradients of a step")
+        return [np.concatenate(columns) for columns in zip(*parts, strict=True)]
+
+    def _total(self, compute: Compute) -> list[Array]:
+        """Return the sums over all shards of the arrays of `compute`."""
+        count, mesh = self._job.num_replicas, self._mesh
+        if mesh is None:
+            return tree_sum({(s, s + 1): compute(s) for s in range(count)}, 0, count)
+        with phases.waiting_for_all():
+            return mesh.sum_shards(compute, count, of="a step")
+
+
+class _Batches:
+    """This task's parts of a step's batch, by shard. The shards follow the members."""
+
+    _shards_of: ClassVar[weakref.WeakKeyDictionary[Feed, tuple[int, ...]]] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    def __init__(self, program: StepProgram, job: Job, step: int) -> None:
+        self._feed, self._job, self._step = program.feed, job, step
+        self._parts: dict[int, Part] = {}
+        self.computed: dict[int, tuple[list[Array], list[Array]]] = {}
+        """Arrays of each shard: those to add, and the rows of sparse gradients."""
+
+    def part(self, shard: int) -> Part | None:
+        """Return the part of a shard, or `None` if the compiled step makes it."""
+        feed = self._feed
+        if feed.direct:
+            return None
+        if shard not in self._parts:
+            own = self._job.replica_ids
+            if self._parts or self._shards_of.get(feed, own) != own:
+                feed.close()  # its iterator has the parts of other shards
+            self._shards_of[feed] = own
+            self._parts |= zip(own, next(feed.iterator(self._step)), strict=True)
+        return self._parts[shard]
+
+    def done(self) -> None:
+        """Read on from the next step."""
+        if not self._feed.direct:
+            self._feed.advanced_to(self._step + 1)
+
+
+@dataclasses.dataclass(slots=True)
+class _Layout:
+    """Order of the arrays in a shard's part of a step.
+
+    Attributes:
+      optimizer: Optimizer that the step applies, `None` in an evaluation.
+      variables: Variables of the gradients, in their order.
+      forms: Form of each variable's gradient: "dense", "sparse", or "" for none.
+      statistics: Variables that the step writes without an optimizer.
+      metrics: Variables of the metrics.
+      logs: Names of the logs.
+    """
+
+    optimizer: Any = None
+    variables: Sequence[Any] = ()
+    forms: Sequence[str] = ()
+    statistics: Sequence[Any] = ()
+    metrics: Sequence[Any] = ()
+    logs: Sequence[str] = ()
+
+
+class _Shards:
+    """The two compiled functions of a program."""
+
+    def __init__(self, program: StepProgram, job: Job) -> None:
+        require_sums(program)
+        self._program, self._job = program, job
+        self._layout = _Layout()
+        self._compute = compiled(self._part)
+        self._apply = compiled(self._update)
+        self._predict = compiled(self._outputs)
+        self.structure: Any = None
+        self._is_traced = False
+        model = program.function.__self__  # type: ignore[attr-defined]
+        require(
+            not hasattr(model.optimizer, "optimizers"),
+            "elastic",
+            "the job cannot divide the step of a MultiOptimizer",
+            fix="start the job without --elastic",
+            code="elastic-step",
+        )
+        self._metric_names = set(flat_logs(model.get_metrics_result()))
+        if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
+            raise no_sum_in_a_step()
+
+    def part(self, step: int, batches: _Batches, shard: int) -> list[Array]:
+        """Return the arrays of a shard's part of a step."""
+        return self._arrays(step, batches, shard)[0]
+
+    def rows(self, step: int, batches: _Batches, shard: int) -> list[Array]:
+        """Return the rows of a shard's sparse gradients: values and indices of each."""
+        return self._arrays(step, batches, shard)[1]
+
+    def _arrays(self, step: int, batches: _Batches, shard: int) -> tuple[list[Array], list[Array]]:
+        if shard not in batches.computed:
+            given = batches.part(shard)
+            arguments = tf.constant(step, tf.int64), tf.constant(shard, tf.int64), given
+            if not self._is_traced:
+                self._trace(*arguments)
+            found = [np.asarray(memoryview(array)) for array in self._compute(*arguments)]
+            first = len(found) - 2 * self.num_sparse
+            batches.computed[shard] = found[:first], found[first:]
+        return batches.computed[shard]
+
+    def _trace(self, *arguments: Any) -> None:
+        """Trace the step, and again if the axes of its losses have to be known."""
+        graph = self._compute.get_concrete_function(*arguments).graph
+        program = self._program
+        if program.batch_axes.are_wanted:
+            find_batch_axes(program, self._job)
+            self._compute = compiled(self._part)
+            graph = self._compute.get_concrete_function(*arguments).graph
+        if program.exact:
+            require_deterministic(graph)
+        self._is_traced = True
+
+    @property
+    def num_sparse(self) -> int:
+        """Number of sparse gradients of a step."""
+        return list(self._layout.forms).count("sparse")
+
+    def outputs(self, step: int, batches: _Batches, shard: int) -> list[Array]:
+        """Return the outputs of a shard's examples, in the order of `structure`."""
+        given = batches.part(shard)
+        found = self._predict(tf.constant(step, tf.int64), tf.constant(shard, tf.int64), given)
+        return [np.asarray(array) for array in found]
+
+    def compile(self) -> None:
+        """Compile both functions with the first batch. This changes no variable."""
+        dense, rows = self._arrays(0, _Batches(self._program, self._job, 0), 0)
+        specs = [tf.TensorSpec(array.shape, array.dtype) for array in dense]
+        specs += [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in rows]
+        self._apply.get_concrete_function(tf.TensorSpec([], tf.int64), specs)
+
+    def update(self, step: int, totals: Sequence[np.ndarray[Any, Any]]) -> dict[str, float]:
+        """Update the variables from the sums over all shards, and return the step's logs."""
+        logs = self._apply(tf.constant(step, tf.int64), [tf.constant(total) for total in totals])
+        return {name: as_number(value) for name, value in logs.items()}
+
+    def _part(self, step: tf.Tensor, shard: tf.Tensor, given: Part | None) -> list[tf.Tensor]:
+        """Compute a shard's part of a step; in graph."""
+        program, job = self._program, self._job
+        part = program.feed.at(step, shard)[0] if given is None else given
+        statistics = _statistics(program)
+        local = {id(v): tf.convert_to_tensor(v.value) for v in statistics}
+        before = dict(local)
+        local |= {id(v): tf.zeros(v.shape, v.dtype) for v in program.metrics}
+        layout = _Layout(metrics=list(program.metrics))
+        applied: list[tuple[Any, list[Any], Any]] = []
+        found: list[Any] = []
+        late: list[bool] = []
+
+        def note(*update: Any) -> Callable[[], Any]:
+            applied.append(update)
+            return lambda: late.append(True)
+
+        def in_replica() -> None:
+            found.append(
+                run_replica(
+                    program,
+                    part,
+                    step=step,
+                    replica=shard,
+                    num_replicas=job.num_replicas,
+                    local=local,
+                    instead_of_update=note,
+                )
+            )
+
+        job.strategy.run(in_replica)
+        arrays: list[tf.Tensor] = []
+        sparse: list[tf.IndexedSlices] = []
+        if program.training:
+            require(
+                len(applied) == 1,
+                "train_step",
+                f"an elastic step applies {len(applied)} updates of optimizers instead of 1",
+                fix="apply one optimizer once in train_step, or start the job without --elastic",
+                code="elastic-step",
+            )
+            require(
+                not late,
+                "train_step",
+                "the step uses the weights after their update, which an elastic job does later",
+                fix="compute metrics before apply_gradients, or start the job without --elastic",
+                code="elastic-step",
+            )
+            optimizer, grads, variables = applied[0]
+            layout.optimizer, layout.variables = optimizer, variables
+            layout.forms = [_form(grad) for grad in grads]
+            arrays += [grad for grad in grads if isinstance(grad, tf.Tensor)]
+            sparse = [grad for grad in grads if isinstance(grad, tf.IndexedSlices)]
+        layout.statistics = [v for v in statistics if local[id(v)] is not before[id(v)]]
+        for variable in layout.statistics:
+            arrays.append(tf.cast(local[id(variable)], tf.float32) * part.share)
+        is_real = tf.cast(part.count > 0, tf.float32)
+        for variable in layout.metrics:
+            value = local[id(variable)]
+            arrays.append(value * tf.cast(is_real, value.dtype))
+        if program.keep_logs:
+            layout.logs = sorted(found[0])
+            own = set(layout.logs) - self._metric_names
+            require(
+                not own,
+                "train_step",
+                f"the step returns {named(sorted(own))}, which an elastic job cannot compute over "
+                "all shards",
+                fix="return only results of the model's metrics, under their names",
+                code="elastic-step",
+            )
+            arrays += [found[0][name] for name in layout.logs]
+        self._layout = layout
+        return arrays + [part for slices in sparse for part in (slices.values, slices.indices)]
+
+    def _outputs(self, step: tf.Tensor, shard: tf.Tensor, given: Part | None) -> list[tf.Tensor]:
+        """Compute the outputs of a shard; in graph."""
+        program, job = self._program, self._job
+        part = program.feed.at(step, shard)[0] if given is None else given
+        options: dict[str, Any] = {"step": step, "replica": shard, "num_replicas": job.num_replicas}
+        found: list[Any] = []
+        job.strategy.run(lambda: found.append(run_replica(program, part, local={}, **options)))
+        self.structure = keras.tree.map_structure(lambda _: 0, found[0])
+        flat = [tf.convert_to_tensor(rows) for rows in keras.tree.flatten(found[0])]
+        return [without_substitute(rows, count=part.count) for rows in flat]
+
+    def _update(self, step: tf.Tensor, totals: list[tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Update the variables; in graph."""
+        layout, first = self._layout, len(totals) - 2 * self.num_sparse
+        rest, rows = iter(totals[:first]), iter(totals[first:])
+
+        def in_replica() -> None:
+            if layout.optimizer is None:
+                return
+            grads: list[Any] = []
+            for form, variable in zip(layout.forms, layout.variables, strict=True):
+                grads.append(next(rest) if form == "dense" else None)
+                if form == "sparse":
+                    values, indices = next(rows), next(rows)
+                    shape = tf.constant([*variable.shape], tf.int64)
+                    grads[-1] = summed_rows(tf.IndexedSlices(values, indices, shape))
+            trace = StepTrace(
+                num_replicas=self._job.num_replicas,
+                share=1.0,
+                examples=1,
+                random_key=random_key(self._program.seed, step=step, replica=0),
+                update_key=random_key(self._program.seed, step=step, replica=0),
+                in_hook=True,
+            )
+            with tracing(trace):
+                layout.optimizer.apply(grads, layout.variables)
+
+        self._job.strategy.run(in_replica)
+        for variable in layout.statistics:
+            variable.value.assign(tf.cast(next(rest), variable.dtype))
+        for variable in layout.metrics:
+            variable.value.assign_add(next(rest))
+        return {name: next(rest) for name in layout.logs}
+
+
+def _form(gradient: Any) -> str:
+    if gradient is None:
+        return ""
+    return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
+
+
+def _statistics(program: StepProgram) -> list[Any]:
+    """Return the variables that a step may write without an optimizer."""
+    model = getattr(program.function, "__self__", None)
+    metrics = {id(v) for v in program.metrics}
+    return [
+        v
+        for v in (model.non_trainable_variables if model is not None else ())
+        if id(v) not in metrics and tf.as_dtype(v.dtype).is_floating
+    ]

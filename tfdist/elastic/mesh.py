@@ -1,0 +1,583 @@
+"""Operations of the members of an elastic job, over sockets that the launcher makes.
+
+Every member runs the same operations in the same order. An operation needs a part of each member.
+If a member is lost, the others get a new view from the launcher and run the operation again, with
+the parts that they have already computed. A member that is one operation behind gets its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import socket
+import struct
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdist import phases
+from tfdist.elastic.shards import Array, Block, blocks_of, shards_of, tree_sum
+from tfdist.errors import require
+from tfdist.strategy.ring import Members, chunks_of, remove_first, views_of
+
+_HEADER = struct.Struct("<IQI")  # epoch, number of the operation, checksum of its description
+_MOST_BYTES, _MOST_FDS = 1 << 16, 64
+_BUFFERS_A_CALL = 64
+_NO_STATE = -1  # in place of the finished operations of a task that joins
+_LESSON_S = 10.0
+Compute = Callable[[int], Sequence[Array]]
+"""Function of a shard that returns its part of an operation. It changes nothing."""
+
+
+class _ViewChanged(Exception):
+    """The launcher has announced a new view."""
+
+
+class _Broken(Exception):
+    """A peer has exited. The launcher announces a view without it."""
+
+
+class Mesh(Members):
+    """This member's connections to the launcher and to the other members.
+
+    Args:
+      control: Socket to the launcher, with one message per packet.
+      member: Number of this member.
+      names: Names of all members, for messages.
+    """
+
+    def __init__(self, control: socket.socket, member: int, names: Sequence[str]) -> None:
+        self._control, self._member, self._names = control, member, names
+        self.epoch = 0
+        self.done = 0
+        """Number of finished operations."""
+        self.members: tuple[int, ...] = ()
+        self.lost = ""
+        """Reason why the mesh is closed, or ""."""
+        self.differs: tuple[str, str] | None = None
+        self.stopped = ""
+        self._announced = 0
+        self._go: tuple[dict[str, Any], list[int]] | None = None
+        self._peers: dict[int, socket.socket] = {}
+        self._last: list[Array] = []
+        self._at_work = threading.Lock()
+        self._log: list[tuple[int, list[Array]]] | None = []
+        """Results of the operations before the training loop, for tasks that join later."""
+        self._pupils: list[socket.socket] = []
+        self._replay: deque[tuple[int, list[Array]]] | None = None
+        """Results of the others' operations that this task repeats, `None` in a member."""
+        self.is_offline = False
+        """True while a joining task runs operations on its own."""
+        self._lesson: list[tuple[int, list[Array]]] | None = []
+        self._state: Callable[[], list[Array]] | None = None
+        self._received: list[Array] = []
+        self.knocking: list[int] = []
+        """Tasks that wait to join, in worker 0."""
+        self._say(ready=True)
+
+    def own_shards(self, shards: int) -> range:
+        """Return the shards that this member computes. It waits for the first view."""
+        if self.is_offline:
+            return range(1)
+        if not self.members:
+            self.sum(np.zeros(1), of="the first view")
+        rank = self.members.index(self._member)
+        return shards_of(rank, members=len(self.members), shards=shards)
+
+    @property
+    def is_first(self) -> bool:
+        """True in worker 0, whose values the other workers take."""
+        return self._member == 0
+
+    @property
+    def absent(self) -> list[int]:
+        """Members that the job has lost."""
+        present = (self._member,) if self.is_offline else self.members
+        return [i for i in range(len(self._names)) if present and i not in present]
+
+    # joining
+
+    def begin_loop(self) -> bool:
+        """Note that the training loop begins. Return whether this task has to join it."""
+        if self._replay is not None:
+            require(
+                not self._replay,
+                "elastic",
+                "this task has run fewer operations than the others before the training loop",
+                fix="start the job again. If the program's start differs, a task cannot join",
+                code="other-start",
+            )
+            self._replay, self.is_offline = None, True
+            return True
+        if self._log is not None:
+            self._lesson, self._log = self._log, None
+            self._teach()
+        return False
+
+    def end_loop(self) -> None:
+        """Note that the first training loop is over. Tasks that wait to join wait for the end."""
+        self._lesson = None
+        self._teach()
+
+    def join(self) -> list[Array]:
+        """Wait until the others admit this task, and return the state that they send."""
+        self.done = _NO_STATE
+        self._say(knock=True)
+        with phases.waiting_for_all():
+            while not self._received:
+                self._enter_next()
+        state, self._received = self._received, []
+        return state
+
+    def go_online(self) -> None:
+        """Take part in the operations from now on."""
+        self.is_offline = False
+
+    def admit(self, member: int, state: Callable[[], list[Array]]) -> None:
+        """Let a task join. `state` returns the arrays that the task needs to go on."""
+        self._state = state
+        self.knocking = [other for other in self.knocking if other != member]
+        before = self.epoch
+        self._say(admit=member, epoch=before)
+        while self.epoch == before:  # the next operation needs the new member
+            self._enter_next()
+
+    def _teach(self) -> None:
+        """Send the results of the operations before the loop to the tasks that wait for them."""
+        if self._log is not None:
+            return
+        while self._pupils:
+            with self._pupils.pop() as pupil, contextlib.suppress(OSError):
+                pupil.settimeout(_LESSON_S)
+                if self._lesson is not None:
+                    _send_lesson(pupil, self._lesson)
+
+    @property
+    def previous_name(self) -> str:
+        return "another worker"
+
+    # operations
+
+    def sum(self, *arrays: Array, of: str = "") -> list[Array]:
+        """Return the sum of each array over the members, in the order of the members.
+
+        A lost member's arrays may be missing in the sum.
+        """
+        own = [np.asarray(array, order="C") for array in arrays]
+
+        def attempt() -> list[Array]:
+            rank, count = self.members.index(self._member), len(self.members)
+            return self._tree(own, {(rank, rank + 1): own}, rank, count, count)
+
+        return self._run(attempt, of=f"{of} {[(a.dtype.name, a.shape) for a in own]}")
+
+    def sum_shards(self, compute: Compute, shards: int, *, of: str) -> list[Array]:
+        """Return the sum over all shards of each array of `compute`.
+
+        The bits do not depend on the members. Parts that are already computed are kept if the
+        members change.
+        """
+        computed: dict[int, Sequence[Array]] = {}
+
+        def attempt() -> list[Array]:
+            rank, count = self.members.index(self._member), len(self.members)
+            own = shards_of(rank, members=count, shards=shards)
+            self._compute(own, compute, computed)
+            leaves = {(s, s + 1): computed[s] for s in own}
+            mine = {b: tree_sum(leaves, *b) for b in blocks_of(own, shards=shards)}
+            like = computed[next(iter(computed))] if computed else compute(0)
+            return self._tree(like, mine, rank, count, shards)
+
+        return self._run(attempt, of=of)
+
+    def gather_shards(self, compute: Compute, shards: int, *, of: str) -> list[list[Array]]:
+        """Return the arrays of each shard, in the order of the shards. Shapes may differ."""
+        computed: dict[int, Sequence[Array]] = {}
+        found: list[list[Array]] = []
+
+        def attempt() -> list[Array]:
+            rank, count = self.members.index(self._member), len(self.members)
+            self._compute(shards_of(rank, members=count, shards=shards), compute, computed)
+            owners = {
+                s: self.members[r]
+                for r in range(count)
+                for s in shards_of(r, members=count, shards=shards)
+            }
+            return self._gathered(computed, owners)
+
+        flat = iter(self._run(attempt, of=of))
+        for _ in range(shards):
+            (size,) = next(flat)
+            found.append(list(itertools.islice(flat, int(size))))
+        return found
+
+    def stop(self, reason: str) -> str:
+        """Leave the job's operations."""
+        self._leave(reason)
+        return ""
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._leave("this worker closed the mesh")
+
+    def _leave(self, reason: str) -> None:
+        self.lost = self.lost or reason
+        self._drop_peers()
+        self._control.close()
+
+    def _compute(self, own: range, compute: Compute, computed: dict[int, Sequence[Array]]) -> None:
+        for shard in own:
+            if shard not in computed:
+                self._hear()
+                computed[shard] = [np.asarray(array, order="C") for array in compute(shard)]
+
+    def _run(self, attempt: Callable[[], list[Array]], *, of: str) -> list[Array]:
+        """Run an operation until it is done in some view, and return its result."""
+        if self.lost:
+            raise ConnectionError(self.lost)
+        if not self._at_work.acquire(blocking=False):
+            raise RuntimeError(
+                "two threads of this worker run collectives at the same time. Fix: call "
+                "collectives from one thread"
+            )
+        phases.set_at_sum(True)
+        try:
+            if self._is_on_its_own():
+                return self._repeated(attempt, of)
+            result = self._until_done(attempt, of)
+        except OSError as error:
+            self._leave(str(error))
+            raise ConnectionError(self.lost) from error
+        finally:
+            phases.set_at_sum(False)
+            self._at_work.release()
+        self.done += 1
+        self._last, self._state = result, None
+        if self._log is not None:
+            self._log.append((zlib.crc32(of.encode()), result))
+        return result
+
+    def _is_on_its_own(self) -> bool:
+        while not (self.epoch or self._announced or self._replay is not None or self.is_offline):
+            with contextlib.suppress(_ViewChanged):
+                self._hear(wait=True)
+        return self._replay is not None or self.is_offline
+
+    def _repeated(self, attempt: Callable[[], list[Array]], of: str) -> list[Array]:
+        """Return the others' result of an operation, or this task's part if there is none."""
+        if self._replay is None:
+            members, self.members = self.members, (self._member,)
+            try:
+                return attempt()
+            finally:
+                self.members = members
+        key = zlib.crc32(of.encode())
+        require(
+            bool(self._replay) and self._replay[0][0] == key,
+            "elastic",
+            f"this task runs {of} before the training loop, but the others did not",
+            fix="start the job again. If the program's start differs, a task cannot join",
+            code="other-start",
+        )
+        return self._replay.popleft()[1]
+
+    def _until_done(self, attempt: Callable[[], list[Array]], of: str) -> list[Array]:
+        given: list[Array] | None = None
+        is_in_view = self.epoch > 0
+        while True:
+            try:
+                if not is_in_view:
+                    given, is_in_view = self._enter(), True
+                if given is not None:
+                    return given
+                self._hear()
+                self._agree(of)
+                return attempt()
+            except (_Broken, _ViewChanged):
+                is_in_view = False
+
+    # views
+
+    def _say(self, **message: Any) -> None:
+        self._control.send(json.dumps(message).encode())
+
+    def _hear(self, *, wait: bool = False) -> None:
+        """Read the launcher's messages. Raise `_ViewChanged` for a new view."""
+        while wait or select.select([self._control], [], [], 0)[0]:
+            data, fds, _, _ = socket.recv_fds(
+                self._control, _MOST_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC
+            )
+            if not data:
+                raise ConnectionError("lost the launcher")
+            message, wait = json.loads(data), False
+            if "join" in message:
+                with socket.socket(fileno=fds[0]) as teacher:
+                    self._replay = _read_lesson(teacher)
+                if self._replay is None:
+                    self._wait_for_the_end()
+                return
+            if "teach" in message:
+                self._pupils.append(socket.socket(fileno=fds[0]))
+                self._teach()
+                continue
+            if "knock" in message:
+                self.knocking.append(message["knock"])
+                continue
+            if "view" in message:
+                self._announced = message["view"]
+                self._forget_go()
+                raise _ViewChanged
+            self._forget_go()
+            self._go = message, list(fds)
+
+    def _wait_for_the_end(self) -> None:
+        """Wait until the launcher ends this task, which came too late."""
+        phases.enter("done")
+        while self._control.recv(_MOST_BYTES):
+            pass
+        raise ConnectionError("lost the launcher")
+
+    def _forget_go(self) -> None:
+        for fd in self._go[1] if self._go else ():
+            os.close(fd)
+        self._go = None
+
+    def _enter(self) -> list[Array] | None:
+        """Enter the newest view. Return the result of this operation if others have it already."""
+        while True:
+            with contextlib.suppress(_ViewChanged):
+                if self._announced <= self.epoch:
+                    self._hear(wait=True)
+                    continue
+                epoch = self._announced
+                self._drop_peers()
+                self._say(ack=epoch, done=self.done, has_state=self._state is not None)
+                while self._go is None or self._go[0]["go"] != epoch:
+                    self._hear(wait=True)
+                go, fds = self._go
+                self._go = None
+                self.epoch, self.members = epoch, tuple(go["members"])
+                others = [member for member in self.members if member != self._member]
+                self._peers = {
+                    peer: socket.socket(fileno=fd) for peer, fd in zip(others, fds, strict=True)
+                }
+                for end in self._peers.values():
+                    end.setblocking(False)
+                return self._caught_up(go)
+
+    def _enter_next(self) -> None:
+        """Enter the next view, without an operation."""
+        with contextlib.suppress(_Broken, _ViewChanged):
+            self._enter()
+
+    def _caught_up(self, go: Mapping[str, Any]) -> list[Array] | None:
+        behind, joining = go["behind"], go["joining"]
+        if self._member == go["source"]:
+            for peer in joining:
+                assert self._state is not None
+                self._send_arrays(peer, self._state())
+            for peer in behind:
+                self._send_arrays(peer, self._last)
+        if self._member in joining:
+            self._received = self._receive_arrays(go["source"])
+            self.done = go["done"]
+        return self._receive_arrays(go["source"]) if self._member in behind else None
+
+    def _drop_peers(self) -> None:
+        for end in self._peers.values():
+            end.close()
+        self._peers = {}
+
+    # exchanges
+
+    def _agree(self, of: str) -> None:
+        """Compare the operation with the other members' operations."""
+        header = _HEADER.pack(self.epoch, self.done, zlib.crc32(of.encode()))
+        theirs = {peer: bytearray(_HEADER.size) for peer in self._peers}
+        self._exchange({p: [header] for p in self._peers}, {p: [b] for p, b in theirs.items()})
+        for peer, found in theirs.items():
+            if found != header:
+                self.differs = f"another sum ({self._names[peer]})", of
+                raise ConnectionError(f"{self._names[peer]} runs another sum than {of}")
+
+    def _tree(
+        self,
+        like: Sequence[Array],
+        mine: Mapping[Block, Sequence[Array]],
+        rank: int,
+        count: int,
+        leaves: int,
+    ) -> list[Array]:
+        """Sum over all members' subtrees: each member sums a part of the elements for all."""
+        if count == 1:
+            return tree_sum(mine, 0, leaves)
+        sizes = tuple(array.size for array in like)
+        chunks = chunks_of(sizes, count, apart=False)
+        flat = {b: [a.reshape(-1) for a in arrays] for b, arrays in mine.items()}
+        out = {
+            peer: [v for arrays in flat.values() for v in views_of(arrays, chunks[r])]
+            for r, peer in enumerate(self.members)
+            if r != rank
+        }
+        pieces = chunks[rank]
+        have = {
+            b: [arrays[i][start:stop] for i, start, stop in pieces] for b, arrays in flat.items()
+        }
+        into: dict[int, list[Any]] = {}
+        for r, peer in enumerate(self.members):
+            if r == rank:
+                continue
+            into[peer] = []
+            theirs = shards_of(r, members=count, shards=leaves)
+            for block in blocks_of(theirs, shards=leaves):
+                have[block] = [np.empty(stop - start, like[i].dtype) for i, start, stop in pieces]
+                into[peer] += have[block]
+        self._exchange(out, into)
+        totals = [np.empty(array.size, array.dtype) for array in like]
+        for (i, start, stop), total in zip(pieces, tree_sum(have, 0, leaves), strict=True):
+            totals[i][start:stop] = total
+        own = list(views_of(totals, pieces))
+        self._exchange(
+            {peer: own for peer in self._peers},
+            {
+                peer: list(views_of(totals, chunks[r]))
+                for r, peer in enumerate(self.members)
+                if r != rank
+            },
+        )
+        return [total.reshape(array.shape) for total, array in zip(totals, like, strict=True)]
+
+    def _gathered(
+        self, computed: Mapping[int, Sequence[Array]], owners: Mapping[int, int]
+    ) -> list[Array]:
+        found = {peer: [s for s, owner in owners.items() if owner == peer] for peer in self.members}
+        mine = [array for s in found[self._member] for array in _counted(computed[s])]
+        everyones = self._all_arrays(mine)
+        flat: list[Array] = []
+        for peer in self.members:
+            flat += everyones[peer]
+        return flat
+
+    def _all_arrays(self, mine: Sequence[Array]) -> dict[int, list[Array]]:
+        """Return the arrays of each member."""
+        specs = json.dumps([[a.dtype.str, a.shape] for a in mine]).encode()
+        sizes = {peer: bytearray(8) for peer in self._peers}
+        size = len(specs).to_bytes(8, "little")
+        self._exchange({p: [size] for p in self._peers}, {p: [b] for p, b in sizes.items()})
+        texts = {p: bytearray(int.from_bytes(b, "little")) for p, b in sizes.items()}
+        self._exchange({p: [specs] for p in self._peers}, {p: [b] for p, b in texts.items()})
+        found = {p: [np.empty(s, np.dtype(d)) for d, s in json.loads(t)] for p, t in texts.items()}
+        self._exchange(
+            {p: list(mine) for p in self._peers},
+            {p: list(arrays) for p, arrays in found.items()},
+        )
+        return {**found, self._member: list(mine)}
+
+    def _send_arrays(self, peer: int, arrays: Sequence[Array]) -> None:
+        specs = json.dumps([[a.dtype.str, a.shape] for a in arrays]).encode()
+        self._exchange({peer: [len(specs).to_bytes(8, "little"), specs, *arrays]}, {})
+
+    def _receive_arrays(self, peer: int) -> list[Array]:
+        size = bytearray(8)
+        self._exchange({}, {peer: [size]})
+        text = bytearray(int.from_bytes(size, "little"))
+        self._exchange({}, {peer: [text]})
+        arrays = [np.empty(s, np.dtype(d)) for d, s in json.loads(text)]
+        self._exchange({}, {peer: list(arrays)})
+        return arrays
+
+    def _exchange(
+        self, out: Mapping[int, Sequence[Any]], into: Mapping[int, Sequence[Any]]
+    ) -> None:
+        """Send and receive buffers, by peer, while listening to the launcher."""
+        sending = {p: deque(_bytes(buffers)) for p, buffers in out.items()}
+        receiving = {p: deque(_bytes(buffers)) for p, buffers in into.items()}
+        while any(sending.values()) or any(receiving.values()):
+            moved = False
+            for peer, views in sending.items():
+                moved |= bool(views) and self._send(peer, views)
+            for peer, views in receiving.items():
+                moved |= bool(views) and self._receive(peer, views)
+            if not moved:
+                self._wait(sending, receiving)
+
+    def _send(self, peer: int, views: deque[memoryview]) -> bool:
+        buffers = itertools.islice(views, _BUFFERS_A_CALL)
+        try:
+            sent = self._peers[peer].sendmsg(buffers, [], socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError:
+            raise _Broken from None
+        remove_first(views, sent)
+        return True
+
+    def _receive(self, peer: int, views: deque[memoryview]) -> bool:
+        buffers = list(itertools.islice(views, _BUFFERS_A_CALL))
+        try:
+            received = self._peers[peer].recvmsg_into(buffers)[0]
+        except BlockingIOError:
+            return False
+        except OSError:
+            raise _Broken from None
+        if not received:
+            raise _Broken
+        remove_first(views, received)
+        return True
+
+    def _wait(
+        self, sending: Mapping[int, deque[memoryview]], receiving: Mapping[int, deque[memoryview]]
+    ) -> None:
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        for peer, end in self._peers.items():
+            flags = select.POLLIN * bool(receiving.get(peer))
+            flags |= select.POLLOUT * bool(sending.get(peer))
+            if flags:
+                poll.register(end, flags)
+        poll.poll()
+        self._hear()
+
+
+def _counted(arrays: Sequence[Array]) -> Iterator[Array]:
+    yield np.array([len(arrays)])
+    yield from arrays
+
+
+def _bytes(buffers: Sequence[Any]) -> Iterator[memoryview]:
+    for buffer in buffers:
+        view = memoryview(buffer).cast("B") if len(memoryview(buffer)) else None
+        if view is not None:
+            yield view
+
+
+def _send_lesson(pupil: socket.socket, lesson: Sequence[tuple[int, list[Array]]]) -> None:
+    specs = [[key, [[a.dtype.str, a.shape] for a in arrays]] for key, arrays in lesson]
+    text = json.dumps(specs).encode()
+    pupil.sendall(len(text).to_bytes(8, "little") + text)
+    for _, arrays in lesson:
+        for array in arrays:
+            pupil.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _read_lesson(teacher: socket.socket) -> deque[tuple[int, list[Array]]] | None:
+    """Return the results of the operations before the loop, or `None` if it is over."""
+    stream, lesson = teacher.makefile("rb"), deque[tuple[int, list[Array]]]()
+    head = stream.read(8)
+    if not head:
+        return None
+    for key, specs in json.loads(stream.read(int.from_bytes(head, "little"))):
+        arrays = []
+        for dtype, shape in specs:
+            array = np.empty(shape, np.dtype(dtype))
+            stream.readinto(array.reshape(-1).view(np.uint8).data)
+            arrays.append(array)
+        lesson.append((key, arrays))
+    return lesson

@@ -1,0 +1,45 @@
+"""Division of a step's shards among members, and sums over the shards in one order.
+
+A sum adds the shards as a binary tree over their numbers, so its bits do not depend on the members
+that computed them. A member adds the whole subtrees of its own shards before it sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Block = tuple[int, int]
+"""First shard and end shard of a whole subtree."""
+
+
+def shards_of(rank: int, *, members: int, shards: int) -> range:
+    """Return the shards that a member computes."""
+    return range(rank * shards // members, (rank + 1) * shards // members)
+
+
+def blocks_of(own: range, *, shards: int) -> list[Block]:
+    """Divide a member's shards into the fewest whole subtrees."""
+    return _blocks(0, shards, own)
+
+
+def _blocks(low: int, high: int, own: range) -> list[Block]:
+    if high <= own.start or low >= own.stop:
+        return []
+    if own.start <= low and high <= own.stop:
+        return [(low, high)]
+    middle = (low + high) // 2
+    return [*_blocks(low, middle, own), *_blocks(middle, high, own)]
+
+
+def tree_sum(parts: Mapping[Block, Sequence[Array]], low: int, high: int) -> list[Array]:
+    """Return the sum of each array over the shards ``[low, high)``, from subtrees of them."""
+    if (low, high) in parts:
+        return list(parts[low, high])
+    middle = (low + high) // 2
+    first, second = tree_sum(parts, low, middle), tree_sum(parts, middle, high)
+    with np.errstate(all="ignore"):  # the loss scale detects an overflow
+        return [np.add(a, b) for a, b in zip(first, second, strict=True)]

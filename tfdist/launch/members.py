@@ -1,0 +1,160 @@
+"""Connections of the launcher to the members of an elastic job.
+
+The members connect to a socket with a name of the job. The kernel tells the launcher the process
+at the other end, so only the job's own tasks are members. A message is one packet of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+from tfdist.cluster import Task
+from tfdist.launch.events import (
+    NO_SENSE,
+    Acquaint,
+    Event,
+    GoOn,
+    MemberAcked,
+    MemberAdmits,
+    MemberKnocks,
+    MemberReady,
+)
+
+_MOST_BYTES = 1 << 16
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+class MemberLinks:
+    """Sockets to the members of an elastic job.
+
+    Args:
+      name: Name of the socket, unique on this machine.
+      task_of: Function that returns the task of a process, or `None`.
+      watch: Function that calls a handler when a file descriptor is ready.
+      unwatch: Function that ends this.
+      tell: Function that receives the members' events.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        task_of: Callable[[int], Task | None],
+        watch: Callable[..., None],
+        unwatch: Callable[[int], None],
+        tell: Callable[[Event], None],
+    ) -> None:
+        self.name = name
+        self._task_of, self._watch, self._unwatch, self._tell = task_of, watch, unwatch, tell
+        self._ends: dict[Task, socket.socket] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.setblocking(False)
+        self._listener.bind(f"\0{name}")
+        self._listener.listen(128)
+        watch(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for task in list(self._ends):
+            self._drop(task)
+        self._unwatch(self._listener.fileno())
+        self._listener.close()
+
+    def forget(self) -> None:
+        """Drop the members of an attempt that is over."""
+        for task in list(self._ends):
+            self._drop(task)
+
+    def show_view(self, epoch: int, members: tuple[Task, ...]) -> None:
+        """Tell the members of a new view."""
+        for task in members:
+            self._send(task, {"view": epoch})
+
+    def go_on(self, go: GoOn) -> None:
+        """Connect the members of a view, and let them go on."""
+        ends: dict[tuple[Task, Task], socket.socket] = {}
+        for one, other in itertools.combinations(go.members, 2):
+            ends[one, other], ends[other, one] = socket.socketpair()
+        message = {
+            "go": go.epoch,
+            "members": [task.index for task in go.members],
+            "done": go.done,
+            "source": go.source.index,
+            "behind": [task.index for task in go.behind],
+            "joining": [task.index for task in go.joining],
+        }
+        for task in go.members:
+            fds = [ends[task, other].fileno() for other in go.members if other != task]
+            self._send(task, message, fds)
+        for end in ends.values():
+            end.close()
+
+    def acquaint(self, action: Acquaint) -> None:
+        """Connect a task that joins with a member, or tell the member that it waits."""
+        if action.is_ready:
+            self._send(action.member, {"knock": action.joining.index})
+            return
+        ends = socket.socketpair()
+        for task, key, end in zip(
+            (action.joining, action.member), ("join", "teach"), ends, strict=True
+        ):
+            self._send(task, {key: action.joining.index}, [end.fileno()])
+            end.close()
+
+    def _send(self, task: Task, message: object, fds: list[int] | None = None) -> None:
+        end = self._ends.get(task)
+        if end is not None:
+            with contextlib.suppress(OSError):  # it has exited, which is an event of its own
+                socket.send_fds(end, [json.dumps(message).encode()], fds or [])
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            end, _ = self._listener.accept()
+            raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, user, _ = _CREDENTIALS.unpack(raw)
+            task = self._task_of(pid)
+            if task is None or user != os.getuid():
+                end.close()
+                return
+            end.setblocking(False)
+            self._drop(task)
+            self._ends[task] = end
+            self._watch(end.fileno(), self._read, task)
+
+    def _read(self, task: Task) -> None:
+        end = self._ends.get(task)
+        while end is not None:
+            try:
+                data = end.recv(_MOST_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._drop(task)
+                return
+            with contextlib.suppress(*NO_SENSE):
+                self._see(task, json.loads(data))
+
+    def _see(self, task: Task, message: object) -> None:
+        match message:
+            case {"ready": True}:
+                self._tell(MemberReady(task=task))
+            case {"ack": int(epoch), "done": int(done), "has_state": bool(state)}:
+                self._tell(MemberAcked(task=task, epoch=epoch, done=done, has_state=state))
+            case {"knock": True}:
+                self._tell(MemberKnocks(task=task))
+            case {"admit": int(joining), "epoch": int(epoch)}:
+                joins = Task(task.type, joining)
+                self._tell(MemberAdmits(task=task, epoch=epoch, joining=joins))
+
+    def _drop(self, task: Task) -> None:
+        if (end := self._ends.pop(task, None)) is not None:
+            self._unwatch(end.fileno())
+            end.close()

@@ -1,0 +1,142 @@
+"""Membership of an elastic job: which tasks compute together, decided by the launcher.
+
+The launcher knows the members and nothing of the training. Each change is the next view. All
+members leave the old view and answer with their number of finished operations. When all have
+answered, the launcher lets them go on, with new sockets between them. Survivors differ by at most
+one operation, because an operation needs a part of each member. A member that is behind gets the
+operation's result from a member that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Tell the members to leave the old view and to answer."""
+
+    epoch: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Connect the members and let them go on.
+
+    Attributes:
+      epoch: Number of the view.
+      members: Members of the view.
+      done: Number of operations that the member with the most has finished.
+      source: Member that sends the last result to the members behind.
+      behind: Members that lack the last result.
+      joining: Members that lack the state.
+    """
+
+    epoch: int
+    members: tuple[int, ...]
+    done: int
+    source: int
+    behind: tuple[int, ...]
+    joining: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Connect a task that joins with a member that knows the program's earlier results."""
+
+    joining: int
+    teacher: int
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """Tell the first member that a task waits to join."""
+
+    joining: int
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Kill a member that cannot go on with the others."""
+
+    member: int
+    reason: str
+
+
+Step = View | Go | Welcome | Knock | Fence
+
+
+@dataclass(kw_only=True, slots=True)
+class Membership:
+    """State of the members. Each method takes an event and returns the next steps.
+
+    Attributes:
+      expected: Number of members before the first view.
+      epoch: Number of the last view, 0 before the first.
+      members: Members of the last view.
+    """
+
+    expected: int
+    epoch: int = 0
+    members: tuple[int, ...] = ()
+    _present: set[int] = field(default_factory=set)
+    _acks: dict[int, int] = field(default_factory=dict)
+    _with_state: set[int] = field(default_factory=set)
+
+    def ready(self, member: int) -> list[Step]:
+        """A member has started."""
+        self._present.add(member)
+        if self.epoch:
+            return [Welcome(member, self.members[0])]
+        return self._view(self._present) if len(self._present) >= self.expected else []
+
+    def knocked(self, member: int) -> list[Step]:
+        """A task that joins is ready to take the state."""
+        return [Knock(member, self.members[0])]
+
+    def admitted(self, joining: int, epoch: int) -> list[Step]:
+        """The members of a view let a task join, and wait for the next view."""
+        if epoch != self.epoch:
+            return []
+        return self._view({*self.members, joining} & self._present)
+
+    def lost(self, member: int) -> list[Step]:
+        """A member's process has exited."""
+        self._present.discard(member)
+        if member not in self.members:
+            return []
+        left = [other for other in self.members if other in self._present]
+        return self._view(left) if left else []
+
+    def acked(self, member: int, epoch: int, done: int, *, has_state: bool = False) -> list[Step]:
+        """A member has left the old view, with this number of finished operations.
+
+        `has_state` says whether it can send the state to the tasks that join.
+        """
+        if epoch != self.epoch or member not in self.members:
+            return []
+        self._acks[member] = done
+        if has_state:
+            self._with_state.add(member)
+        if len(self._acks) < len(self.members):
+            return []
+        most = max(self._acks.values())
+        joining = tuple(other for other in self.members if self._acks[other] < 0)
+        late = [m for m in self.members if 0 <= self._acks[m] < most - 1]
+        if late:
+            return [Fence(other, "lacks more than one result of the others") for other in late]
+        ahead = [m for m in self.members if self._acks[m] == most]
+        if joining and self._with_state.isdisjoint(ahead):  # the others have to decide again
+            return self._view(set(self.members).difference(joining))
+        ahead = [m for m in ahead if m in self._with_state or not joining]
+        behind = tuple(m for m in self.members if 0 <= self._acks[m] < most)
+        return [Go(self.epoch, self.members, most, ahead[0], behind, joining)]
+
+    def _view(self, members: Iterable[int]) -> list[Step]:
+        self.epoch += 1
+        self.members, self._acks = tuple(sorted(members)), {}
+        self._with_state.clear()
+        return [View(self.epoch, self.members)]
