@@ -423,12 +423,12 @@ def part_mixed_precision() -> Figures:
 def part_find_batch_size() -> Figures:
     """`find_batch_size` meets a real out-of-memory error (on a CPU: its own limit)."""
     import tfdist
-    from tfdist.find.batch_size import MemoryLimits
+    from tfdist.find.batch_size import memory_limits
 
     with strategy_of("single").scope():
         model = compiled()
-    free = MemoryLimits.of_this_machine(1.0)
-    use = 1.2 * 2**30 / (free.process if ON_CPU else free.gpu or 1)
+    process, gpu = memory_limits(1.0)
+    use = 1.2 * 2**30 / (process if ON_CPU else gpu or 1)
     found = tfdist.find_batch_size(model, *images(), first=4096, most=2**22, steps=1, use=use)
     causes = {trial.cause for trial in found.trials if not trial.fits}
     wanted = ("more than",) if ON_CPU else ("OOM", "ResourceExhausted", "out of memory")
