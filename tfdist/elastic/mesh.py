@@ -328,7 +328,7 @@ class Mesh(Members):
                 self._teach()
                 continue
             if "knock" in message:
-                self.knocking.append(message["knock"])
+                self.knocking = [*{*self.knocking, message["knock"]}]
                 continue
             if "view" in message:
                 self._announced = message["view"]

@@ -85,6 +85,7 @@ class Membership:
     _present: set[int] = field(default_factory=set)
     _acks: dict[int, int] = field(default_factory=dict)
     _with_state: set[int] = field(default_factory=set)
+    _waiting: set[int] = field(default_factory=set)
 
     def ready(self, member: int) -> list[Step]:
         """A member has started."""
@@ -95,6 +96,7 @@ class Membership:
 
     def knocked(self, member: int) -> list[Step]:
         """A task that joins is ready to take the state."""
+        self._waiting.add(member)
         return [Knock(member, self.members[0])]
 
     def admitted(self, joining: int, epoch: int) -> list[Step]:
@@ -106,6 +108,7 @@ class Membership:
     def lost(self, member: int) -> list[Step]:
         """A member's process has exited."""
         self._present.discard(member)
+        self._waiting.discard(member)
         if member not in self.members:
             return []
         left = [other for other in self.members if other in self._present]
@@ -133,7 +136,9 @@ class Membership:
             return self._view(set(self.members).difference(joining))
         ahead = [m for m in ahead if m in self._with_state or not joining]
         behind = tuple(m for m in self.members if 0 <= self._acks[m] < most)
-        return [Go(self.epoch, self.members, most, ahead[0], behind, joining)]
+        self._waiting.difference_update(self.members)
+        knocks = [Knock(other, self.members[0]) for other in sorted(self._waiting)]
+        return [Go(self.epoch, self.members, most, ahead[0], behind, joining), *knocks]
 
     def _view(self, members: Iterable[int]) -> list[Step]:
         self.epoch += 1

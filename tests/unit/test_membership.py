@@ -1,0 +1,178 @@
+"""Random histories of an elastic job: members that die, restart and join, in any order of messages.
+
+The members are a model of `tfdist.elastic.mesh` without sockets. A seed gives the history.
+"""
+
+import random
+from collections import deque
+
+import pytest
+
+from tfdist.launch.membership import Fence, Go, Knock, Membership, View, Welcome
+
+OPERATIONS, DECIDES_EVERY = 12, 2
+HISTORIES = 10_000
+MOST_EVENTS, KILL_RATE = 4000, 0.1
+
+
+class Member:
+    """A member's place in the operations. A joining task has no state until it is admitted."""
+
+    def __init__(self, number, *, joins):
+        self.number = number
+        self.done = -1 if joins else 0
+        self.epoch = 0
+        self.go = None
+        self.inbox = deque()
+        self.outbox = deque([("ready",)])
+        self.is_out = True
+        self.has_state = False
+        self.waits_after = None
+        self.knocking = set()
+        self.results = []
+
+
+class World:
+    """The launcher, its members and the messages under way."""
+
+    def __init__(self, seed):
+        self.draws = random.Random(seed)
+        self.count = self.draws.choice([2, 3, 3, 4])
+        self.membership = Membership(expected=self.count)
+        self.members = {n: Member(n, joins=False) for n in range(self.count)}
+        self.dead = deque()
+        self.parts = {}
+        self.kills, self.restarts = self.draws.randrange(9), self.draws.randrange(9)
+
+    def run(self):
+        for _ in range(MOST_EVENTS):
+            if all(m.done >= OPERATIONS for m in self.members.values() if m.done >= 0):
+                return  # tasks that came too late to join are ended by the supervisor
+            choices = self.choices()
+            assert choices, "nobody can go on"
+            self.draws.choice(choices)()
+        raise AssertionError("the members go on without an end")
+
+    def choices(self):
+        found = []
+        for member in self.members.values():
+            if member.inbox:
+                found.append(lambda m=member: self.hear(m))
+            if member.outbox:
+                found.append(lambda m=member: self.tell(m))
+            if self.can_contribute(member):
+                found.append(lambda m=member: self.contribute(m))
+            if self.can_finish(member):
+                found.append(lambda m=member: self.finish(m))
+        if self.dead:
+            found.append(self.bury)
+        others = [n for n in self.members if n]
+        is_time = self.draws.random() < KILL_RATE
+        if self.kills and others and self.membership.epoch and is_time:
+            found.append(lambda: self.kill(self.draws.choice(others)))
+        return found
+
+    # members
+
+    def hear(self, member):
+        message = member.inbox.popleft()
+        match message:
+            case View(epoch=epoch):
+                member.is_out, member.go = True, None
+                member.outbox.append(("ack", epoch, member.done, member.has_state))
+            case Go(epoch=epoch) if member.is_out:
+                member.is_out, member.go, member.epoch = False, message, epoch
+                self.enter(member)
+            case Knock(joining=joining):
+                member.knocking.add(joining)
+            case Welcome():
+                member.outbox.append(("knock",))
+
+    def enter(self, member):
+        go, source = member.go, self.members.get(member.go.source)
+        if member.number in (*go.joining, *go.behind):
+            if source is None or source.done < go.done:
+                member.go = None  # the source has died: the next view follows
+                return
+            if member.number in go.joining:
+                assert source.has_state or source.done > go.done
+            member.results = source.results[: go.done]
+            member.done = go.done
+            member.has_state = False
+        if member.waits_after is not None and member.epoch > member.waits_after:
+            member.waits_after = None
+
+    def can_contribute(self, member):
+        is_in = not member.is_out and member.go is not None and member.waits_after is None
+        key = (member.epoch, member.done, member.number)
+        return is_in and 0 <= member.done < OPERATIONS and key not in self.parts
+
+    def contribute(self, member):
+        joins = None
+        if member.number == 0 and member.done % DECIDES_EVERY == 0 and member.knocking:
+            joins = min(member.knocking)
+        self.parts[member.epoch, member.done, member.number] = joins
+
+    def can_finish(self, member):
+        if member.is_out or member.go is None or not 0 <= member.done < OPERATIONS:
+            return False
+        return all((member.epoch, member.done, n) in self.parts for n in member.go.members)
+
+    def finish(self, member):
+        joins = self.parts[member.epoch, member.done, member.go.members[0]]
+        member.results.append((member.done, joins))
+        member.done += 1
+        member.has_state = False
+        if joins is not None:
+            member.has_state = True
+            member.knocking.discard(joins)
+            member.waits_after = member.epoch
+            member.outbox.append(("admit", joins, member.epoch))
+
+    # the launcher
+
+    def tell(self, member):
+        match member.outbox.popleft():
+            case ("ready",):
+                steps = self.membership.ready(member.number)
+            case ("ack", epoch, done, has_state):
+                steps = self.membership.acked(member.number, epoch, done, has_state=has_state)
+            case ("knock",):
+                steps = self.membership.knocked(member.number)
+            case ("admit", joins, epoch):
+                steps = self.membership.admitted(joins, epoch)
+        self.do(steps)
+
+    def do(self, steps):
+        for step in steps:
+            assert not isinstance(step, Fence), step
+            to = getattr(step, "members", None) or [getattr(step, "first", None)]
+            if isinstance(step, Welcome):
+                to = [step.joining]
+            for number in to:
+                if number in self.members:
+                    self.members[number].inbox.append(step)
+
+    def kill(self, number):
+        self.kills -= 1
+        del self.members[number]
+        self.dead.append(number)
+
+    def bury(self):
+        number = self.dead.popleft()
+        self.do(self.membership.lost(number))
+        if self.restarts:
+            self.restarts -= 1
+            self.members[number] = Member(number, joins=True)
+
+
+@pytest.mark.parametrize("first", range(0, HISTORIES, HISTORIES // 4))
+def test_members_end_with_the_same_results_in_every_history(first):
+    for seed in range(first, first + HISTORIES // 4):
+        world = World(seed)
+        try:
+            world.run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        results = {tuple(m.results) for m in world.members.values() if m.done >= 0}
+        assert len(results) == 1, f"seed {seed}"
