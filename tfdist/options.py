@@ -226,7 +226,8 @@ class JobOptions(_Shape):
     )
     min_workers: int | None = option(
         None,
-        "workers with which a ps job starts if the others do not connect (default: all)",
+        "ps: workers to start with if the others do not connect (default: all). elastic: workers "
+        "that the job needs (default: 1)",
         least=1,
         strategies=kinds_that("has_servers") + kinds_that("can_shrink") + kinds_that("is_elastic"),
         variable="TFDIST_MIN_WORKERS",

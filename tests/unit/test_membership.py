@@ -5,10 +5,16 @@ The members are a model of `tfdist.elastic.mesh` without sockets. A seed gives t
 
 import random
 from collections import deque
+from pathlib import Path
 
 import pytest
 
+from tfdist.cluster import Task
+from tfdist.launch.diagnosis import Watchdog
+from tfdist.launch.events import Awakening, Begin, Ended, MemberReady, ShowView
 from tfdist.launch.membership import Fence, Go, Knock, Membership, View, Welcome
+from tfdist.launch.state import JobState, RestartPolicy
+from tfdist.launch.supervisor import decide
 
 OPERATIONS, DECIDES_EVERY = 12, 2
 HISTORIES = 10_000
@@ -176,3 +182,64 @@ def test_members_end_with_the_same_results_in_every_history(first):
             raise AssertionError(f"seed {seed}: {error}") from error
         results = {tuple(m.results) for m in world.members.values() if m.done >= 0}
         assert len(results) == 1, f"seed {seed}"
+
+
+WORKERS = [Task("worker", index) for index in range(3)]
+
+
+def elastic_job(max_restarts=0):
+    """Return the state of a job in which all workers have connected."""
+    watchdog = Watchdog(
+        hang_timeout_s=300,
+        startup_timeout_s=60,
+        has_servers=False,
+        chief=WORKERS[0],
+        state_of=lambda task: "R",
+        is_held_up=lambda: False,
+    )
+    state = JobState(
+        job_tasks=WORKERS,
+        logs=Path(),
+        has_servers=False,
+        grace_s=10,
+        membership=Membership(expected=3),
+        policy=RestartPolicy(max_restarts=max_restarts, window_s=3600),
+        watchdog=watchdog,
+        now_s=0.0,
+    )
+    happen(state, *(Begin(task=task) for task in WORKERS))
+    happen(state, *(MemberReady(task=task) for task in WORKERS))
+    return state
+
+
+def happen(state, *events):
+    return decide(state, Awakening(at_s=state.now_s + 1, events=events))
+
+
+def ended(index, status):
+    return Ended(task=WORKERS[index], status=status, at_s=0.0)
+
+
+def test_the_loss_of_a_worker_is_a_view_of_the_others():
+    state = elastic_job()
+    actions = happen(state, ended(1, -9))
+    assert ShowView(epoch=2, members=(WORKERS[0], WORKERS[2])) in actions
+    assert not state.is_ending
+
+
+def test_a_worker_that_cannot_join_does_not_end_the_job():
+    state = elastic_job(max_restarts=1)
+    happen(state, ended(1, -9))
+    happen(state, MemberReady(task=WORKERS[1]))
+    happen(state, ended(1, 2))
+    happen(state)
+    assert [lost.exit_code for lost in state.lost] == [2]
+    assert not state.is_ending
+
+
+@pytest.mark.parametrize(("index", "status"), [(0, -9), (1, 2)])
+def test_the_loss_of_worker_0_and_a_mistake_of_a_member_end_the_attempt(index, status):
+    state = elastic_job()
+    happen(state, ended(index, status))
+    happen(state)
+    assert state.is_ending

@@ -212,6 +212,13 @@ class _Shards:
             fix="start the job without --elastic",
             code="elastic-step",
         )
+        require(
+            not program.feed.counts_fractions,
+            "elastic",
+            "the job cannot divide the batches of a function of tf.distribute.InputContext",
+            fix="pass arrays or a dataset, or start the job without --elastic",
+            code="elastic-step",
+        )
         self._metric_names = set(flat_logs(model.get_metrics_result()))
         if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
             raise no_sum_in_a_step()

@@ -131,6 +131,8 @@ class TaskState:
     """Whether the task has a process or its process is being started."""
     failed_alone: Failure | None = None
     """Failure for which the launcher kills only this task, or `None`."""
+    was_member: bool = False
+    """Whether the process has been a member of an elastic job."""
 
     def record(self, **changes: Any) -> None:
         """Update the record of the current process."""
@@ -290,7 +292,7 @@ class JobState:
         membership = self.membership
         if membership is None or not membership.epoch or task.type != "worker":
             return False
-        return task.index not in membership.members
+        return not self.tasks[task].was_member
 
     def other_workers(self, failed: Container[Task]) -> list[Task]:
         """Return the running workers of a ps or elastic job that have not failed."""
@@ -308,7 +310,7 @@ class JobState:
         Before the first step, any error may be a mistake in the program. The job then needs its
         evaluator and `min_workers` workers (default: all).
         """
-        if failure.exit_code == EXIT_USAGE:
+        if failure.exit_code == EXIT_USAGE and not self.waits_to_join(failure.task):
             return False
         has_begun = self.step is not None
         if failure.task == EVALUATOR:

@@ -175,6 +175,8 @@ class _Decision:
         for step in steps:
             match step:
                 case View(epoch=epoch, members=members):
+                    for task in map(_worker, members):
+                        self._state.tasks[task].was_member = True
                     self._do(ShowView(epoch=epoch, members=tuple(map(_worker, members))))
                 case Go():
                     self._do(
@@ -359,7 +361,7 @@ class _Decision:
 
     def _start(self, task: Task) -> None:
         known = self._state.tasks[task]
-        known.is_running = True
+        known.is_running, known.was_member = True, False
         self._state.watchdog.started(task, at_s=self._now_s)  # never starting is a hang
         self._do(Start(task, known.records[-1].restart))
 
