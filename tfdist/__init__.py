@@ -1,4 +1,4 @@
-"""Distributed training for Keras 3: one program under every `tf.distribute` strategy.
+"""Distributed training for Keras 3: one program under the strategies of `tf.distribute`.
 
 The public names are resolved on first use (PEP 562), so ``import tfdist`` loads no TensorFlow.
 """

@@ -20,12 +20,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import phases
+from tfdist.data.stream import DRAWING
 from tfdist.elastic.mesh import Compute, Mesh
 from tfdist.elastic.shards import Array, tree_sum
 from tfdist.errors import named, require
 from tfdist.strategy import Job
+from tfdist.training.agreement import digest_is_due
 from tfdist.training.engines import SynchronousEngine, joined, without_substitute
-from tfdist.training.feed import Feed, Part
+from tfdist.training.feed import BatchFeed, Feed, Part
 from tfdist.training.keras_compat import StepTrace, compiled, random_key, tracing
 from tfdist.training.keras_compat.reduction import no_sum_in_a_step, summed_rows
 from tfdist.training.metric_totals import require_sums
@@ -61,10 +63,11 @@ class ElasticEngine(SynchronousEngine):
             totals = self._total(partial(shards.part, step, batches))
             if shards.num_sparse:
                 totals += self._joined_rows(partial(shards.rows, step, batches))
+            if not shards.is_traced:  # a task that joins repeats the others' totals
+                shards.part(step, batches, 0)
             logs = shards.update(step, totals)
             batches.done()
-            if not program.feed.direct:
-                self._advance(program, step, step + 1)
+            self._advance_alike(program, step)
         return logs
 
     def outputs(self, program: StepProgram, first: int, last: int) -> Iterator[Any]:
@@ -73,9 +76,10 @@ class ElasticEngine(SynchronousEngine):
         for step in range(first, last):
             batches = _Batches(program, self._job, step)
             parts = self._each(partial(shards.outputs, step, batches), of="outputs of a step")
+            if shards.structure is None:
+                shards.outputs(step, batches, 0)
             batches.done()
-            if not program.feed.direct:
-                self._advance(program, step, step + 1)
+            self._advance_alike(program, step)
             whole = [joined(columns) for columns in zip(*parts, strict=True)]
             yield keras.tree.pack_sequence_as(shards.structure, whole)
 
@@ -93,8 +97,8 @@ class ElasticEngine(SynchronousEngine):
     @property
     def joining(self) -> int | None:
         """Task that waits to join the loop, in the chief."""
-        waiting = self._mesh.knocking if self._mesh is not None else []
-        return waiting[0] if waiting else None
+        mesh = self._mesh
+        return mesh.knocking[0] if mesh is not None and mesh.can_admit and mesh.knocking else None
 
     def admit(self, task: int, state: Callable[[], LoopState]) -> None:
         """Let a task join the loop."""
@@ -116,6 +120,20 @@ class ElasticEngine(SynchronousEngine):
         """End the training loop, which no task can join from now on."""
         if self._mesh is not None:
             self._mesh.end_loop()
+
+    def _advance_alike(self, program: StepProgram, step: int) -> None:
+        """Record the progress, and compare batches only at steps that all members compare.
+
+        A member whose shards have changed reads the data again, and records the first batch.
+        """
+        feed = program.feed
+        if feed.direct:
+            return
+        for noted in [s for s in list(feed.digests) if not digest_is_due(s, first=0)]:
+            del feed.digests[noted]
+        if feed.ends is not None:
+            feed.ends[:] = [end for end in feed.ends if end >= step]
+        self._advance(program, step, step + 1)
 
     def _each(self, compute: Compute, *, of: str) -> list[list[Array]]:
         """Return the arrays of each shard."""
@@ -203,19 +221,20 @@ class _Shards:
         self._apply = compiled(self._update)
         self._predict = compiled(self._outputs)
         self.structure: Any = None
-        self._is_traced = False
+        self.is_traced = False
         model = program.function.__self__  # type: ignore[attr-defined]
         require(
-            not hasattr(model.optimizer, "optimizers"),
+            not hasattr(getattr(model, "optimizer", None), "optimizers"),
             "elastic",
             "the job cannot divide the step of a MultiOptimizer",
             fix="start the job without --elastic",
             code="elastic-step",
         )
         require(
-            not program.feed.counts_fractions,
+            not program.feed.counts_fractions and not isinstance(program.feed, BatchFeed),
             "elastic",
-            "the job cannot divide the batches of a function of tf.distribute.InputContext",
+            "the job cannot divide the batches of a PyDataset, or of a function of "
+            "tf.distribute.InputContext",
             fix="pass arrays or a dataset, or start the job without --elastic",
             code="elastic-step",
         )
@@ -235,9 +254,9 @@ class _Shards:
         if shard not in batches.computed:
             given = batches.part(shard)
             arguments = tf.constant(step, tf.int64), tf.constant(shard, tf.int64), given
-            if not self._is_traced:
+            if not self.is_traced:
                 self._trace(*arguments)
-            found = [np.asarray(memoryview(array)) for array in self._compute(*arguments)]
+            found = [_as_numpy(array) for array in self._compute(*arguments)]
             first = len(found) - 2 * self.num_sparse
             batches.computed[shard] = found[:first], found[first:]
         return batches.computed[shard]
@@ -252,7 +271,8 @@ class _Shards:
             graph = self._compute.get_concrete_function(*arguments).graph
         if program.exact:
             require_deterministic(graph)
-        self._is_traced = True
+        _require_pure(graph)
+        self.is_traced = True
 
     @property
     def num_sparse(self) -> int:
@@ -263,7 +283,7 @@ class _Shards:
         """Return the outputs of a shard's examples, in the order of `structure`."""
         given = batches.part(shard)
         found = self._predict(tf.constant(step, tf.int64), tf.constant(shard, tf.int64), given)
-        return [np.asarray(array) for array in found]
+        return [_as_numpy(array) for array in found]
 
     def compile(self) -> None:
         """Compile both functions with the first batch. This changes no variable."""
@@ -332,7 +352,17 @@ class _Shards:
             sparse = [grad for grad in grads if isinstance(grad, tf.IndexedSlices)]
         layout.statistics = [v for v in statistics if local[id(v)] is not before[id(v)]]
         for variable in layout.statistics:
-            arrays.append(tf.cast(local[id(variable)], tf.float32) * part.share)
+            require(
+                tf.as_dtype(variable.dtype).is_floating,
+                "model",
+                f"the step writes {variable.path} of type {variable.dtype}, which an elastic job "
+                "cannot combine",
+                fix="count in a float32 weight, or start the job without --elastic",
+                code="elastic-step",
+            )
+            wide = _wide(variable)
+            arrays.append(tf.cast(local[id(variable)], wide) * tf.cast(part.share, wide))
+        arrays.append(tf.cast(part.share, tf.float64))
         is_real = tf.cast(part.count > 0, tf.float32)
         for variable in layout.metrics:
             value = local[id(variable)]
@@ -390,8 +420,11 @@ class _Shards:
                 layout.optimizer.apply(grads, layout.variables)
 
         self._job.strategy.run(in_replica)
-        for variable in layout.statistics:
-            variable.value.assign(tf.cast(next(rest), variable.dtype))
+        means = [next(rest) for _ in layout.statistics]
+        share = next(rest)  # the sum of rounded shares
+        for variable, mean in zip(layout.statistics, means, strict=True):
+            exact = mean / share if variable.ndim == 0 else mean
+            variable.value.assign(tf.cast(exact, variable.dtype))
         for variable in layout.metrics:
             variable.value.assign_add(next(rest))
         return {name: next(rest) for name in layout.logs}
@@ -410,5 +443,37 @@ def _statistics(program: StepProgram) -> list[Any]:
     return [
         v
         for v in (model.non_trainable_variables if model is not None else ())
-        if id(v) not in metrics and tf.as_dtype(v.dtype).is_floating
+        if id(v) not in metrics
     ]
+
+
+def _wide(variable: Any) -> tf.DType:
+    """Return the type in which a statistic is summed: a scalar may be a count."""
+    is_wide = variable.ndim == 0 or variable.dtype == "float64"
+    return tf.float64 if is_wide else tf.float32
+
+
+def _as_numpy(tensor: tf.Tensor) -> Array:
+    """Return a tensor's array, without a copy if NumPy knows the type."""
+    if tensor.dtype == tf.bfloat16 or tensor.dtype == tf.string:
+        return np.asarray(tensor.numpy())
+    return np.asarray(memoryview(tensor))
+
+
+def _require_pure(graph: Any) -> None:
+    """Raise UsageError if a shard's computation draws without the run's seed, or writes."""
+    graph_def = graph.as_graph_def(add_shapes=False)
+    bodies = [graph_def.node, *(f.node_def for f in graph_def.library.function)]
+    found = {
+        node.op
+        for body in bodies
+        for node in body
+        if node.op in DRAWING or (node.op.startswith("Assign") and node.op.endswith("VariableOp"))
+    }
+    require(
+        not found,
+        "step",
+        f"an elastic job cannot repeat the operations {named(sorted(found))}",
+        fix="draw in Keras' layers, and keep counts in weights of layers",
+        code="elastic-step",
+    )

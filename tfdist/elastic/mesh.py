@@ -8,6 +8,7 @@ the parts that they have already computed. A member that is one operation behind
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import select
 import socket
 import struct
 import threading
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +34,7 @@ _MOST_BYTES, _MOST_FDS = 1 << 16, 64
 _BUFFERS_A_CALL = 64
 _NO_STATE = -1  # in place of the finished operations of a task that joins
 _LESSON_S = 10.0
+_NEED_OTHERS = ("a step", "outputs of", "sparse gradients", "the size of a value of the chief")
 Compute = Callable[[int], Sequence[Array]]
 """Function of a shard that returns its part of an operation. It changes nothing."""
 
@@ -80,14 +83,16 @@ class Mesh(Members):
         self._received: list[Array] = []
         self.knocking: list[int] = []
         """Tasks that wait to join, in worker 0."""
+        _close_in_children()
+        _meshes.add(self)
         self._say(ready=True)
 
     def own_shards(self, shards: int) -> range:
         """Return the shards that this member computes. It waits for the first view."""
-        if self.is_offline:
+        if self.is_offline or (not self.members and self._is_on_its_own()):
             return range(1)
         if not self.members:
-            self.sum(np.zeros(1), of="the first view")
+            self._run(lambda: [], of="the first view", is_logged=False)
         rank = self.members.index(self._member)
         return shards_of(rank, members=len(self.members), shards=shards)
 
@@ -238,7 +243,9 @@ class Mesh(Members):
                 self._hear()
                 computed[shard] = [np.asarray(array, order="C") for array in compute(shard)]
 
-    def _run(self, attempt: Callable[[], list[Array]], *, of: str) -> list[Array]:
+    def _run(
+        self, attempt: Callable[[], list[Array]], *, of: str, is_logged: bool = True
+    ) -> list[Array]:
         """Run an operation until it is done in some view, and return its result."""
         if self.lost:
             raise ConnectionError(self.lost)
@@ -260,7 +267,7 @@ class Mesh(Members):
             self._at_work.release()
         self.done += 1
         self._last, self._state = result, None
-        if self._log is not None:
+        if self._log is not None and is_logged:
             self._log.append((zlib.crc32(of.encode()), result))
         return result
 
@@ -270,9 +277,21 @@ class Mesh(Members):
                 self._hear(wait=True)
         return self._replay is not None or self.is_offline
 
+    @property
+    def can_admit(self) -> bool:
+        """True while a task can join the training loop."""
+        return self._log is None and self._lesson is not None
+
     def _repeated(self, attempt: Callable[[], list[Array]], of: str) -> list[Array]:
         """Return the others' result of an operation, or this task's part if there is none."""
         if self._replay is None:
+            require(
+                not of.startswith(_NEED_OTHERS),
+                "elastic",
+                f"a hook before the first step runs {of}, which a task that joins cannot run",
+                fix="run collectives, evaluate and predict in later hooks",
+                code="other-start",
+            )
             members, self.members = self.members, (self._member,)
             try:
                 return attempt()
@@ -467,7 +486,7 @@ class Mesh(Members):
 
     def _all_arrays(self, mine: Sequence[Array]) -> dict[int, list[Array]]:
         """Return the arrays of each member."""
-        specs = json.dumps([[a.dtype.str, a.shape] for a in mine]).encode()
+        specs = json.dumps([[a.dtype.name, a.shape] for a in mine]).encode()
         sizes = {peer: bytearray(8) for peer in self._peers}
         size = len(specs).to_bytes(8, "little")
         self._exchange({p: [size] for p in self._peers}, {p: [b] for p, b in sizes.items()})
@@ -481,7 +500,7 @@ class Mesh(Members):
         return {**found, self._member: list(mine)}
 
     def _send_arrays(self, peer: int, arrays: Sequence[Array]) -> None:
-        specs = json.dumps([[a.dtype.str, a.shape] for a in arrays]).encode()
+        specs = json.dumps([[a.dtype.name, a.shape] for a in arrays]).encode()
         self._exchange({peer: [len(specs).to_bytes(8, "little"), specs, *arrays]}, {})
 
     def _receive_arrays(self, peer: int) -> list[Array]:
@@ -553,13 +572,14 @@ def _counted(arrays: Sequence[Array]) -> Iterator[Array]:
 
 def _bytes(buffers: Sequence[Any]) -> Iterator[memoryview]:
     for buffer in buffers:
-        view = memoryview(buffer).cast("B") if len(memoryview(buffer)) else None
-        if view is not None:
+        is_array = isinstance(buffer, np.ndarray)
+        view = buffer.reshape(-1).view(np.uint8).data if is_array else memoryview(buffer)
+        if view.nbytes:
             yield view
 
 
 def _send_lesson(pupil: socket.socket, lesson: Sequence[tuple[int, list[Array]]]) -> None:
-    specs = [[key, [[a.dtype.str, a.shape] for a in arrays]] for key, arrays in lesson]
+    specs = [[key, [[a.dtype.name, a.shape] for a in arrays]] for key, arrays in lesson]
     text = json.dumps(specs).encode()
     pupil.sendall(len(text).to_bytes(8, "little") + text)
     for _, arrays in lesson:
@@ -577,7 +597,23 @@ def _read_lesson(teacher: socket.socket) -> deque[tuple[int, list[Array]]] | Non
         arrays = []
         for dtype, shape in specs:
             array = np.empty(shape, np.dtype(dtype))
-            stream.readinto(array.reshape(-1).view(np.uint8).data)
+            view = array.reshape(-1).view(np.uint8).data
+            if stream.readinto(view) != view.nbytes:
+                raise ConnectionError("lost the worker that sends the earlier results")
             arrays.append(array)
         lesson.append((key, arrays))
     return lesson
+
+
+_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_in_children() -> None:
+    """Close the sockets in forked children, which are no members."""
+
+    def close() -> None:
+        for mesh in list(_meshes):
+            mesh.close()
+
+    os.register_at_fork(after_in_child=close)

@@ -90,6 +90,7 @@ class Membership:
     def ready(self, member: int) -> list[Step]:
         """A member has started."""
         self._present.add(member)
+        self._waiting.discard(member)
         if self.epoch:
             return [Welcome(member, self.members[0])]
         return self._view(self._present) if len(self._present) >= self.expected else []
@@ -103,7 +104,7 @@ class Membership:
         """The members of a view let a task join, and wait for the next view."""
         if epoch != self.epoch:
             return []
-        return self._view({*self.members, joining} & self._present)
+        return self._view({*self.members, *({joining} & self._waiting)} & self._present)
 
     def lost(self, member: int) -> list[Step]:
         """A member's process has exited."""

@@ -291,7 +291,7 @@ class JobProcesses:
 
     def _task_of(self, pid: int) -> Task | None:
         self._collect()  # the process may be newer than its event
-        return next((task for task, known in self._pids.items() if known == pid), None)
+        return next((task for task, known in self._running.items() if known == pid), None)
 
     def state_of(self, task: Task) -> str | None:
         """Return the state of a task's process, as `proc_state`, or `None` without a process."""

@@ -279,7 +279,7 @@ class JobState:
         """Return whether a task is a worker of an elastic job that goes on without it."""
         if self.membership is None or task.type != "worker":
             return False
-        return task != self.chief and self.membership.epoch > 0
+        return task != self.chief and self.membership.epoch > 0 and not self.is_done
 
     def serves_nobody(self, task: Task) -> bool:
         """Return whether a task is a worker or ps, and the chief has already finished."""

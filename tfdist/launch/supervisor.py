@@ -139,7 +139,9 @@ class _Decision:
         state.tasks[task].is_running = False
         state.tasks[task].record(status=ended.status, ended_at_s=ended.at_s)
         state.watchdog.ended(task)
-        if state.membership and task.type == "worker" and not state.is_ending:
+        goes_on = not state.is_ending or state.stop_signal is not None
+        goes_on &= task != state.chief or not ended.status
+        if state.membership and task.type == "worker" and goes_on:
             self._change(state.membership.lost(task.index))
         if task == state.chief and (state.is_ending or not ended.status):
             state.straggler_deadline_s = self._now_s + self._straggler_s

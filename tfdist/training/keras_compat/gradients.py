@@ -63,8 +63,8 @@ def _gradient_hook(
         grads = [g if g is None else times(g, trace.share) for g in grads]
     if trace.instead_of_update is not None:
         grads = [summed_rows(g) for g in grads]
-        note_read = trace.instead_of_update(self, grads, trainable_variables)
-        updated = trainable_variables or self._trainable_variables
+        updated = trainable_variables or list(self._trainable_variables)
+        note_read = trace.instead_of_update(self, grads, updated)
         trace.taken |= dict.fromkeys(map(id, updated), note_read)
         return None
     if whole_variables := wholes_of.get(self):
