@@ -100,7 +100,7 @@ def test_the_console_script_runs_every_program(site, tmp_path):
     program = site / "bin" / "tfdist"
     assert run(program, "--version", cwd=tmp_path, site=site) == f"tfdist {tfdist.__version__}\n"
     flags = run(program, "launch", "--help", cwd=tmp_path, site=site)
-    assert "--strategy: <auto|single|mirrored|multiworker|ps|pipeline>" in flags
+    assert "--strategy: <auto|single|mirrored|multiworker|elastic|ps|pipeline>" in flags
     assert "tfdist.train" in run(program, "train", "--help", cwd=tmp_path, site=site)
     assert f"tfdist:               {tfdist.__version__}" in run(
         program, "env", cwd=tmp_path, site=site

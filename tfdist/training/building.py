@@ -14,7 +14,7 @@ from keras.src.backend import compute_output_spec
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.strategy.layer_devices import PlacedStrategy
-from tfdist.strategy.ring import Ring
+from tfdist.strategy.ring import Members
 from tfdist.training import keras_compat
 from tfdist.training.feed import Feed
 from tfdist.training.keras_compat import sharding
@@ -304,7 +304,7 @@ def shards(optimizer: Any, variables: Sequence[Any], job: Job, *, callbacks: Any
     divides = job.kind.divides_variables
     if job.num_replicas == 1 and not divides:
         return False
-    if divides or not isinstance(job.ring, Ring):
+    if divides or job.ring is None or isinstance(job.ring, Members):
         why = "already divides the optimizer" if divides else "has no ring of workers here"
         raise sharding.not_sharded(f"strategy {job.kind} {why}")
     if any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in keras.tree.flatten(callbacks)):
