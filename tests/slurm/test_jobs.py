@@ -128,10 +128,12 @@ def test_a_ps_job_trains_on_one_node_on_two_and_in_a_step_of_srun(slurm):
     step = ["srun", "--nodes=2", "--ntasks=4", sys.executable, *program]
     done = slurm.run(*step, **asked, **ONE_THREAD)
     assert done.returncode == 0, done.stdout + done.stderr
-    for name, workers in (("one", 1), ("two", 2), ("srun", 2)):
-        summary = summary_of(slurm.folder / "runs" / name)
+    runs = slurm.folder / "runs"
+    one, two = (runs / job.output.stem for job in jobs)
+    for run_dir, workers in ((one, 1), (two, 2), (runs / "srun", 2)):
+        summary = summary_of(run_dir)
         assert (summary["status"], summary["strategy"], summary["steps"]) == ("done", "ps", 64)
         assert (summary["workers"], summary["ps"]) == (workers, 1)
         assert sum(summary["worker_steps"].values()) == 64
-    evaluated = Evaluations(slurm.folder / "runs" / "one" / "checkpoints").lines()
+    evaluated = Evaluations(one / "checkpoints").lines()
     assert evaluated[-1]["step"] == 64
