@@ -8,7 +8,6 @@ the parts that they have already computed. A member that is one operation behind
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -16,7 +15,6 @@ import select
 import socket
 import struct
 import threading
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +25,7 @@ import numpy as np
 from tfdist import phases
 from tfdist.elastic.shards import Array, Block, blocks_of, shards_of, tree_sum
 from tfdist.errors import require
-from tfdist.strategy.ring import Members, chunks_of, remove_first, views_of
+from tfdist.strategy.ring import Members, chunks_of, close_in_children, remove_first, views_of
 
 _HEADER = struct.Struct("<IQI")  # epoch, number of the operation, checksum of its description
 _MOST_BYTES, _MOST_FDS = 1 << 16, 64
@@ -83,8 +81,7 @@ class Mesh(Members):
         self._received: list[Array] = []
         self.knocking: list[int] = []
         """Tasks that wait to join, in worker 0."""
-        _close_in_children()
-        _meshes.add(self)
+        close_in_children(self)
         self._say(ready=True)
 
     def own_shards(self, shards: int) -> range:
@@ -603,17 +600,3 @@ def _read_lesson(teacher: socket.socket) -> deque[tuple[int, list[Array]]] | Non
             arrays.append(array)
         lesson.append((key, arrays))
     return lesson
-
-
-_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
-
-
-@functools.cache
-def _close_in_children() -> None:
-    """Close the sockets in forked children, which are no members."""
-
-    def close() -> None:
-        for mesh in list(_meshes):
-            mesh.close()
-
-    os.register_at_fork(after_in_child=close)

@@ -80,6 +80,10 @@ class Members(abc.ABC):
     def stop(self, reason: str) -> str:
         """Leave the members."""
 
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close all connections."""
+
     @property
     @abc.abstractmethod
     def previous_name(self) -> str:
@@ -111,8 +115,7 @@ class Ring:
         """Reason why the neighbour called `stop`, or ""."""
         for end in ends:
             end.setblocking(False)
-        _close_in_children()
-        _rings.add(self)
+        close_in_children(self)
 
     def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
         """Return the sum over the workers of each array, as new arrays of the same shape and type.
@@ -379,16 +382,20 @@ def remove_first(views: deque[memoryview], count: int) -> None:
         count -= len(views.popleft())
 
 
-_rings: weakref.WeakSet[Ring] = weakref.WeakSet()
+_of_this_process: weakref.WeakSet[Ring | Members] = weakref.WeakSet()
+
+
+def close_in_children(connected: Ring | Members) -> None:
+    """Close the sockets in forked children, so that peers notice when this worker exits."""
+    _of_this_process.add(connected)
+    _follow_forks()
 
 
 @functools.cache
-def _close_in_children() -> None:
-    """Close the sockets in forked children, so that neighbours notice when this worker exits."""
-
+def _follow_forks() -> None:
     def close() -> None:
-        for ring in list(_rings):
-            ring.close()
+        for connected in list(_of_this_process):
+            connected.close()
 
     os.register_at_fork(after_in_child=close)
 
