@@ -23,7 +23,7 @@ SURFACE = Path(__file__).parent / "data" / "surface.txt"
 LINES = {
     "basics": 927,  # errors, files, phases, argument_parser, loopback: what every room may import
     "cluster": 1_918,
-    "launch": 8_395,
+    "launch": 8_396,
     "strategy": 2_585,
     "data": 2_669,
     "checkpoint": 2_800,

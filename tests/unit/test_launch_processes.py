@@ -133,15 +133,18 @@ def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
     assert (tmp_path / "logs/attempt-1/worker-0.log").read_text() == "last words"
 
 
-def test_only_the_first_traceback_of_an_attempt_is_shown(processes, tmp_path):
+@pytest.mark.parametrize(("exit_code", "muted"), [(1, True), (130, False), (143, False)])
+def test_only_the_first_traceback_is_shown_and_the_chief_tells_of_its_stop(
+    processes, exit_code, muted
+):
     processes.perform(Start(W1))
-    muted = [processes._screen._outputs[task] for task in (W0, W1)]
+    outputs = [processes._screen._outputs[task] for task in (W0, W1)]
     with open(f"/proc/self/fd/{processes._notes_fd}", "w") as pipe:
         for task in ("worker-1", "worker-0"):
-            note = {**RAISED, "task": task, "exit_code": 1, "cause": "ValueError", "step": 31}
+            note = {**RAISED, "task": task, "exit_code": exit_code, "cause": "", "step": 31}
             pipe.write(json.dumps(note) + "\n")
     processes.wait(1)
-    assert [output.muted for output in muted] == [True, False]
+    assert [output.muted for output in outputs] == [muted, False]
 
 
 def test_an_output_that_is_closed_is_one_request_to_stop(processes):

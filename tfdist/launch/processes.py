@@ -20,6 +20,7 @@ from tfdist.cluster import Task
 from tfdist.cluster.ports import PortPool
 from tfdist.launch.events import (
     NO_SENSE,
+    STOP_CODES,
     STOP_SIGNALS,
     Acquaint,
     AskForStacks,
@@ -397,7 +398,7 @@ class JobProcesses:
                 event = decode_event(json.loads(line))
                 if isinstance(event, Raised | Beat) and event.task in self._running:
                     self._news.append(event)
-                if isinstance(event, Raised):
+                if isinstance(event, Raised) and event.exit_code not in STOP_CODES:
                     self._see_raised(event.task)
 
     def _see_raised(self, task: Task) -> None:
