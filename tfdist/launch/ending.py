@@ -18,7 +18,7 @@ from tfdist.errors import TfdistError, UsageError, named
 from tfdist.files import is_held
 from tfdist.launch.events import STOP_CODES
 from tfdist.launch.live import LIVE_FILE
-from tfdist.launch.multihost.agreement import without_secrets
+from tfdist.launch.multihost.host_agreement import without_secrets
 from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions, Program
 from tfdist.launch.run_dir import REPORT_FILE, RUNS, slurm_prefix
 from tfdist.options import LaunchFlags, names_of, table

@@ -42,7 +42,7 @@ from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
 from tfdist.launch.machine import this_machine
 from tfdist.launch.membership import Membership
 from tfdist.launch.multihost.agents import Hub, PipeAgent, shell_of
-from tfdist.launch.multihost.agreement import passed_variables
+from tfdist.launch.multihost.host_agreement import passed_variables
 from tfdist.launch.multihost.hosts import (
     Group,
     HostPart,

@@ -25,7 +25,7 @@ from tfdist.cluster.address import split_address
 from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
-from tfdist.launch.multihost.agreement import without_secrets
+from tfdist.launch.multihost.host_agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
 from tfdist.options import PORTS, RESTARTS, JobOptions, part
 

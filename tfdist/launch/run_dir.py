@@ -23,7 +23,7 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.files import FileLock, Held
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import signal_name
-from tfdist.launch.multihost.agreement import versions, without_secrets
+from tfdist.launch.multihost.host_agreement import versions, without_secrets
 from tfdist.launch.state import JobState, TaskRecord
 
 RUNS = "runs"

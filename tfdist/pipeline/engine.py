@@ -28,10 +28,10 @@ from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import rows_of_all_tasks
 from tfdist.strategy.pipeline_setup import Stages
 from tfdist.training import keras_compat
-from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Feed, Part, rows_of
 from tfdist.training.program import Engine, StepProgram
 from tfdist.training.resume import require_deterministic
+from tfdist.training.task_agreement import require_same_batches
 
 _LOG = logging.getLogger(__name__)
 _TRY_S, _MOST_TRIALS = 2.0, 5

@@ -23,10 +23,10 @@ from tfdist import phases
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.strategy.group import require_same_place, sum_over_tasks
-from tfdist.training.agreement import data_ended
 from tfdist.training.keras_compat import compiled
 from tfdist.training.program import Engine, StepProgram, as_number, flat_logs, with_metric_logs
 from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
+from tfdist.training.task_agreement import data_ended
 
 _BLOCK_S = 1.0
 _GROWTH = 8

@@ -27,7 +27,6 @@ from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.rendezvous import chief_watch
 from tfdist.training import building
-from tfdist.training.agreement import require_same_weights
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide, naming_bad_data
 from tfdist.training.callbacks import callback_list, count_test_steps, wants_every_batch
 from tfdist.training.engines import joined, naming_a_lost_server
@@ -35,6 +34,7 @@ from tfdist.training.inputs import Length, prepare
 from tfdist.training.program import Engine, engine_class, program_of
 from tfdist.training.run import by_own_method
 from tfdist.training.stop_requests import StopRequested, StopRequests
+from tfdist.training.task_agreement import require_same_weights
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5

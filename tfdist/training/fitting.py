@@ -22,7 +22,6 @@ from tfdist.errors import require, require_int
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.strategy.group import require_same_place
 from tfdist.training import building, inputs, kept, keras_compat, resume
-from tfdist.training.agreement import require_same_lengths
 from tfdist.training.blocks import BlockRunner, naming_bad_data
 from tfdist.training.callbacks import writes_files
 from tfdist.training.engines import naming_a_lost_server
@@ -42,6 +41,7 @@ from tfdist.training.program import (
 )
 from tfdist.training.run import by_own_method, run_of
 from tfdist.training.stop_requests import StopRequests
+from tfdist.training.task_agreement import require_same_lengths
 
 _ENDLESS_STEPS = 2**40
 

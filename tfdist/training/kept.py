@@ -15,11 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.strategy import Job
-from tfdist.training.agreement import digest_of
 from tfdist.training.blocks import BlockRunner
 from tfdist.training.building import compiled_parts
 from tfdist.training.loop import RunPlan
 from tfdist.training.run import Run
+from tfdist.training.task_agreement import digest_of
 
 _NAME = "_tfdist_kept"
 _MOST_BYTES = 2**24

@@ -25,7 +25,6 @@ from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.strategy.native import engine_runs
 from tfdist.training import resume
-from tfdist.training.agreement import require_same_weights
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
 from tfdist.training.building import compiled_parts, require_as_compiled
 from tfdist.training.callbacks import (
@@ -40,6 +39,7 @@ from tfdist.training.metrics_file import MetricsFile, metrics_file
 from tfdist.training.program import LoopState, RunObserver
 from tfdist.training.run import Run
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
+from tfdist.training.task_agreement import require_same_weights
 from tfdist.training.trackers import Tracker
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tfdist.errors import EXIT_USAGE, UsageError
 from tfdist.launch.events import Message
 from tfdist.launch.guardian import bootstrap_command
-from tfdist.launch.multihost.agreement import differences
+from tfdist.launch.multihost.host_agreement import differences
 from tfdist.launch.multihost.pipe import SILENT_S, Pipe
 
 SHELLS = {
