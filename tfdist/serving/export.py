@@ -25,6 +25,7 @@ import tensorflow as tf
 from google.protobuf import text_format
 
 from tfdist.argument_parser import load_function
+from tfdist.checkpoint.model_state import weights_sha256
 from tfdist.checkpoint.publish import saveable
 from tfdist.checkpoint.remote import (
     files_in,
@@ -35,7 +36,6 @@ from tfdist.checkpoint.remote import (
     reading_from,
 )
 from tfdist.checkpoint.saved_run import RunStore
-from tfdist.checkpoint.state import weights_sha256
 from tfdist.checkpoint.warm_start import load_model_file, loading, set_weights
 from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text

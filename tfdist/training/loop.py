@@ -19,7 +19,7 @@ import numpy as np
 from tfdist import phases
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
-from tfdist.checkpoint.state import own_arrays, set_own_arrays
+from tfdist.checkpoint.model_state import own_arrays, set_own_arrays
 from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks

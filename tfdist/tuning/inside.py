@@ -19,7 +19,7 @@ from keras_tuner.src.engine import tuner_utils
 from keras_tuner.src.engine.tuner_utils import SaveBestEpoch
 
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
-from tfdist.checkpoint.state import weights_sha256
+from tfdist.checkpoint.model_state import weights_sha256
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.files import one_line_errors, replacing
 from tfdist.outputs.run_directory import DONE, RunDirectory
