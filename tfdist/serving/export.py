@@ -41,8 +41,8 @@ from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import JOURNAL, RETRAINED, TRIALS, best_trial
+from tfdist.serving.model_versions import find_models
 from tfdist.serving.protocol import version_number
-from tfdist.serving.versions import find_models
 from tfdist.strategy import broadcast, job_of
 from tfdist.training import keras_compat
 from tfdist.training.evaluation import predict
