@@ -6,7 +6,7 @@ import pytest
 
 from tfdist.serving import dispatch
 from tfdist.serving.dispatch import Dispatcher, Held, Outcome, QueueLimits, Room, Ticket
-from tfdist.serving.protocol import Code, Frame, Kind, RequestError
+from tfdist.serving.protocol import Code, Frame, FrameKind, RequestError
 
 
 class Bench:
@@ -39,7 +39,7 @@ class Bench:
                 assert payload not in self.outcomes, "answered twice"
                 self.outcomes[payload] = outcome
 
-            same = {"kind": Kind.REST_PREDICT, "deadline": deadline, "version": version}
+            same = {"kind": FrameKind.REST_PREDICT, "deadline": deadline, "version": version}
             held = Held(self.room, len(payload))
             ticket = Ticket(payload=payload, held=held, answer=answer, **same)
             self.dispatcher.submit(ticket)
@@ -52,7 +52,7 @@ class Bench:
         """Have a replica answer all that it has."""
         frames, self.replicas[id] = self.replicas[id], []
         for frame in frames:
-            done = Frame(frame.id, Kind.ANSWER, b"re:" + frame.payload)
+            done = Frame(frame.id, FrameKind.ANSWER, b"re:" + frame.payload)
             self.dispatcher.received(id, done)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from tfdist.serving.protocol import (
     Code,
     Frame,
-    Kind,
+    FrameKind,
     ModelStatus,
     RequestError,
     VersionState,
@@ -82,7 +82,7 @@ class Ticket:
     If `version` is set, no other version answers the request.
     """
 
-    kind: Kind
+    kind: FrameKind
     payload: bytes
     held: Held
     deadline: float
@@ -190,7 +190,7 @@ class Dispatcher:
         link.since = self._clock()
         if frame.batch:
             self._on_batch(frame.batch)
-        error = frame.kind is Kind.ERROR
+        error = frame.kind is FrameKind.ERROR
         self._end(ticket, decode_error(frame.payload) if error else frame.payload)
         self.pump()
 

@@ -44,7 +44,7 @@ from tfdist.serving.protocol import (
     Code,
     Frame,
     FrameBuffer,
-    Kind,
+    FrameKind,
     RequestError,
     Target,
 )
@@ -57,7 +57,7 @@ _UNREAD_BYTES = 64 << 10  # flow-control window of a gRPC call before its messag
 _MOST_OF_AN_ERROR = 500  # gRPC: up to 12 bytes per character in a trailer of 8 KiB
 _TICKET = "tfdist.ticket"  # key of the ticket in the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
-_GRPC_KINDS = {"Predict": Kind.GRPC_PREDICT, "GetModelMetadata": Kind.GRPC_METADATA}
+_GRPC_KINDS = {"Predict": FrameKind.GRPC_PREDICT, "GetModelMetadata": FrameKind.GRPC_METADATA}
 _PAGE = (Path(__file__).parent / "page.html").read_bytes()
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -252,7 +252,7 @@ class Front:
 
     async def ask(
         self,
-        kind: Kind,
+        kind: FrameKind,
         target: Target,
         payload: bytes,
         timeout_s: float,
@@ -313,7 +313,7 @@ class Front:
         methods = {name: handler(self._grpc(kind)) for name, kind in _GRPC_KINDS.items()}
         return grpc.method_handlers_generic_handler(_PREDICTION, methods)
 
-    def _grpc(self, kind: Kind) -> Callable[[Any, Any], Awaitable[bytes]]:
+    def _grpc(self, kind: FrameKind) -> Callable[[Any, Any], Awaitable[bytes]]:
         async def handle(_: Any, context: Any) -> bytes:
             start = time.monotonic()
             name, code, payload = "", Code.CANCELLED, b""  # defaults if the client cancels

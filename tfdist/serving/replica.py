@@ -27,7 +27,7 @@ from tfdist.launch.guardian import die_with
 from tfdist.serving.protocol import (
     Frame,
     FrameBuffer,
-    Kind,
+    FrameKind,
     RequestError,
     encode_error,
     encode_frame,
@@ -109,7 +109,7 @@ def _received(connection: socket.socket, buffer: FrameBuffer, *, wait: bool) -> 
 def _encoded(id: int, answer: bytes | RequestError, batch: int) -> bytes:
     if isinstance(answer, RequestError):
         return encode_error(id, answer)
-    return encode_frame(Frame(id, Kind.ANSWER, answer, batch))
+    return encode_frame(Frame(id, FrameKind.ANSWER, answer, batch))
 
 
 if __name__ == "__main__":
