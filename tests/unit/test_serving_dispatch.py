@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tfdist.serving import dispatch
-from tfdist.serving.dispatch import Dispatcher, Held, Outcome, QueueLimits, Room, Ticket
+from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Reservation, Room, Ticket
 from tfdist.serving.protocol import Code, Frame, FrameKind, RequestError
 
 
@@ -40,8 +40,8 @@ class Bench:
                 self.outcomes[payload] = outcome
 
             same = {"kind": FrameKind.REST_PREDICT, "deadline": deadline, "version": version}
-            held = Held(self.room, len(payload))
-            ticket = Ticket(payload=payload, held=held, answer=answer, **same)
+            reserved = Reservation(self.room, len(payload))
+            ticket = Ticket(payload=payload, reserved=reserved, answer=answer, **same)
             self.dispatcher.submit(ticket)
         return ticket
 
@@ -81,7 +81,7 @@ def test_memory_is_given_to_those_that_wait_for_it(monkeypatch):
 
     async def run() -> None:
         room = Room(10)
-        first, second, third = Held(room), Held(room), Held(room)
+        first, second, third = Reservation(room), Reservation(room), Reservation(room)
         await first.grow(8)
         with pytest.raises(RequestError, match="try again later") as error:
             await second.grow(3)
