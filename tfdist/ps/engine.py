@@ -25,8 +25,8 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist.cluster import JobOptions
 from tfdist.errors import require
+from tfdist.ps.connections import Connections
 from tfdist.ps.keras_compat import UpdateCounts
-from tfdist.ps.members import Members
 from tfdist.ps.messages import READS, function_names, outermost, read_together
 from tfdist.ps.split import parts_of
 from tfdist.ps.strategy import bytes_on_servers, log_placement
@@ -202,7 +202,7 @@ class ParameterServerEngine(Engine):
             require_sums(program)
             with self._job.strategy.scope():
                 if program.training and self._clock is None:
-                    self._clock = UpdateClock(Members.of(self._job.strategy).server_devices)
+                    self._clock = UpdateClock(Connections.of(self._job.strategy).server_devices)
                 self._work[program] = Work(
                     program,
                     self._job.strategy,
@@ -221,7 +221,7 @@ class ParameterServerEngine(Engine):
 
     @staticmethod
     def lost_task(error: tf.errors.OpError, job: Job) -> str:
-        gone = Members.of(job.strategy).missing() if is_of_the_network(error) else []
+        gone = Connections.of(job.strategy).missing() if is_of_the_network(error) else []
         return str(gone[0]) if gone else ""
 
     @staticmethod

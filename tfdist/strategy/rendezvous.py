@@ -196,8 +196,8 @@ def waited_for(
 # Versions of TensorFlow and tfdist, compared when the tasks of a job connect.
 #
 # Tasks with different versions may work, fail with an unclear error, or hang. Under ps the chief
-# compares the versions of tasks that connect (`tfdist.ps.members`). Under multiworker every task
-# compares them when it joins the ring (`tfdist.strategy.ring`).
+# compares the versions of tasks that connect (`tfdist.ps.connections`). Under multiworker every
+# task compares them when it joins the ring (`tfdist.strategy.ring`).
 
 
 def own_versions() -> str:
