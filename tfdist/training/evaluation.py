@@ -32,7 +32,7 @@ from tfdist.training.callbacks import callback_list, count_test_steps, wants_eve
 from tfdist.training.engines import joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
 from tfdist.training.program import Engine, engine_class, program_of
-from tfdist.training.run import by_own_method
+from tfdist.training.run_settings import by_own_method
 from tfdist.training.stop_requests import StopRequested, StopRequests
 from tfdist.training.task_agreement import require_same_weights
 

@@ -39,7 +39,7 @@ from tfdist.training.program import (
     program_of,
     with_metric_logs,
 )
-from tfdist.training.run import by_own_method, run_of
+from tfdist.training.run_settings import by_own_method, run_of
 from tfdist.training.stop_requests import StopRequests
 from tfdist.training.task_agreement import require_same_lengths
 

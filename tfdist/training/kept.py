@@ -18,7 +18,7 @@ from tfdist.strategy import Job
 from tfdist.training.blocks import BlockRunner
 from tfdist.training.building import compiled_parts
 from tfdist.training.loop import RunPlan
-from tfdist.training.run import Run
+from tfdist.training.run_settings import Run
 from tfdist.training.task_agreement import digest_of
 
 _NAME = "_tfdist_kept"

@@ -37,7 +37,7 @@ from tfdist.training.callbacks import (
 )
 from tfdist.training.metrics_file import MetricsFile, metrics_file
 from tfdist.training.program import LoopState, RunObserver
-from tfdist.training.run import Run
+from tfdist.training.run_settings import Run
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
 from tfdist.training.task_agreement import require_same_weights
 from tfdist.training.trackers import Tracker

@@ -70,7 +70,7 @@ def require_fresh(tuner: Any) -> None:
 def require_known(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError if neither `search` nor the tuner's fit has an argument."""
     from tfdist.training.fitting import fit  # imported here: not every caller needs it
-    from tfdist.training.run import Run
+    from tfdist.training.run_settings import Run
 
     own = own_fit(tuner)
     signature = inspect.signature(own or fit)

@@ -27,7 +27,7 @@ from tfdist.strategy import barrier, current_job, is_chief, job_of, make_strateg
 from tfdist.strategy.job import remember
 from tfdist.training.fitting import fit
 from tfdist.training.routing import fits_by
-from tfdist.training.run import SETTINGS, Run, run_of
+from tfdist.training.run_settings import SETTINGS, Run, run_of
 from tfdist.tuning.oracle import PROJECT, of_epochs, own_fit, record_asked, unreported
 from tfdist.tuning.trial_job import Assignment
 
