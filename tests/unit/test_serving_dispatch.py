@@ -40,8 +40,8 @@ class Bench:
                 self.outcomes[payload] = outcome
 
             same = {"kind": FrameKind.REST_PREDICT, "deadline": deadline, "version": version}
-            reserved = Reservation(self.room, len(payload))
-            ticket = Ticket(payload=payload, reserved=reserved, answer=answer, **same)
+            memory = Reservation(self.room, len(payload))
+            ticket = Ticket(payload=payload, memory=memory, answer=answer, **same)
             self.dispatcher.submit(ticket)
         return ticket
 

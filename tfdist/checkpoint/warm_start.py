@@ -201,13 +201,9 @@ def _from_weights_file(model: keras.Model, path: str, *, skip_mismatch: bool) ->
 
 
 def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> None:
-    """Set the weights of a model in a single process, built by the same program as the run's.
-
-    Raises UsageError for the weights of another model.
-    """
-    model_state.require_same_variables(
-        model, checkpoint.meta["variables"], where=where, group="weights"
-    )
+    """Set a model's weights in a single process, or raise UsageError if they do not fit it."""
+    saved = checkpoint.meta["variables"]
+    model_state.require_same_variables(model, saved, where=where, group="weights")
     for i, variable in enumerate(model.weights):
         array = checkpoint.arrays[f"weights/{i}"]
         if "seed_generator" not in variable.path:

@@ -84,7 +84,7 @@ class Ticket:
 
     kind: FrameKind
     payload: bytes
-    reserved: Reservation
+    memory: Reservation
     deadline: float
     answer: Callable[[Outcome], None]
     version: int | None = None
@@ -170,7 +170,7 @@ class Dispatcher:
 
     def submit(self, ticket: Ticket) -> None:
         if self.waiting >= self._limits.requests:
-            ticket.reserved.shrink()
+            ticket.memory.shrink()
             self.counts["rejected"] += 1
             message = f"The queue is full: {self.waiting} requests are waiting, try again later"
             raise RequestError(Code.RESOURCE_EXHAUSTED, message)
@@ -228,7 +228,7 @@ class Dispatcher:
             kept = [ticket for ticket in queue if not ticket.abandoned]
             for ticket in queue:
                 if ticket.abandoned:
-                    ticket.reserved.shrink()
+                    ticket.memory.shrink()
             queue.clear()
             queue.extend(kept)
 
@@ -262,7 +262,7 @@ class Dispatcher:
     def _send(self, ticket: Ticket, link: ReplicaLink) -> bool:
         """Send a request, unless its client has disconnected. Return whether it was sent."""
         if ticket.abandoned:
-            ticket.reserved.shrink()
+            ticket.memory.shrink()
             return False
         if ticket.version not in (None, self.status.served):
             message = f"Version {ticket.version} is no longer served"
@@ -276,7 +276,7 @@ class Dispatcher:
         return True
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:
-        ticket.reserved.shrink()
+        ticket.memory.shrink()
         if not ticket.abandoned:
             ticket.abandoned = True
             ticket.answer(outcome)

@@ -175,10 +175,7 @@ def terms(environ: Mapping[str, str], *, program: Program, program_file: str) ->
     return {
         **host_agreement.versions(),
         f"the hash of {program.name}": host_agreement.digest(program_file),
-        **{
-            f"the hash of {path}": host_agreement.digest(path)
-            for path in _config_files(program.args)
-        },
+        **{f"the hash of {p}": host_agreement.digest(p) for p in _config_files(program.args)},
         **host_agreement.variables(environ),
     }
 
