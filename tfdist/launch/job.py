@@ -412,7 +412,7 @@ class JobRun:
             began_s = time.monotonic()
             try:
                 code = self._run_from(logs)
-            except (OSError, TfdistError) as error:  # in the launcher
+            except (OSError, TfdistError) as error:  # of the launcher, not of a task
                 self._write(getattr(error, "exit_code", EXIT_FAILED))
                 self._screen.drain(is_hurried=True)
                 raise

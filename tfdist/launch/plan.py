@@ -96,7 +96,7 @@ class JobDescription:
     ports: Sequence[int] | None = None
     """Ports that the tasks may use (if `None`, any port)."""
     given: LaunchOptions = field(default_factory=LaunchOptions)
-    """Options of the command line, which the hosts of the job do not complete."""
+    """Options of the command line, without the values that follow from the list of hosts."""
 
     @property
     def local_tasks(self) -> tuple[Task, ...]:

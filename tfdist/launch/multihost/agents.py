@@ -35,7 +35,7 @@ SHELLS = {
 
 
 def shell_of(where: str, rsh: str | None) -> list[str]:
-    """Return the command of a remote shell: the user's own, or the default of `where`."""
+    """Return the command of a remote shell: `rsh` if given, else the default of `where` (--on)."""
     if rsh is None:
         return list(SHELLS[where])
     words = shlex.split(rsh)

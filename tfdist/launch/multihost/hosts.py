@@ -80,7 +80,7 @@ class Group:
         return tasks
 
     def cluster(self, at: Mapping[int, Sequence[str]]) -> ClusterSpec:
-        """Return the cluster of the hosts in `at`, which has the addresses of their tasks."""
+        """Return the cluster. `at` has the addresses of each host's tasks, by the host's rank."""
         tasks = self.tasks(sorted(at))
         return ClusterSpec.of(
             {
