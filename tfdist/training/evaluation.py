@@ -312,8 +312,8 @@ def evaluate_checkpoints(
 ) -> NoReturn:
     """Evaluate checkpoints until the training ends, then exit: `fit` in the evaluator task.
 
-    `evaluation_in` creates the evaluation, in a job with only this task. The exit code is 0 if
-    there is a checkpoint. Otherwise it depends on the chief: 75 if no training ran.
+    `evaluation_in` creates the evaluation, for a job with only this task. The exit code is 0 if
+    the run has a checkpoint or its chief exited, and 75 if no chief started.
 
     Raises:
       Stopped: the evaluator received a stop signal.

@@ -147,8 +147,8 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     saved = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
     key: Callable[[], Any] | None = None
-    # Not under other strategies: workers would fetch the seed from the chief, and peers would have
-    # to agree on what they kept.
+    # Only in one process: ps workers would fetch the seed from the chief, and peers would have to
+    # agree on the kept programs.
     if job.kind.is_one_process and seed < 2**31 and not (backups or observers or class_weight):
         data = (x, y, sample_weight, validation_data)
         sizes: tuple[Any, ...] = (batch_size, epochs, initial_epoch, steps_per_epoch, bool(shuffle))
@@ -184,7 +184,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     )
     if run.initial_weights is not None and saved is None:
         building.build(model, job, feed, slots="none")  # slots may start as copies of the weights
-        with draws_nothing():  # a resumed run does not load them
+        with draws_nothing():  # a resumed run skips this load and must draw the same
             load_weights(model, run.initial_weights, job=job)
     building.build(model, job, feed, slots="parts" if sharded else "whole")
     building.require_known_variables(model)
@@ -297,6 +297,7 @@ class StepLoop:
       data: data as for ``x`` of `tfdist.fit`, or a tuple ``(x, y)`` of arrays.
       global_batch_size: examples of a step over all replicas, or of one worker's step under ps.
       seed: seed of the example order and of random layers (default: drawn by the chief).
+      shuffle: True to shuffle in a different order in each pass (default: True).
       metrics: Keras metrics that the step updates and `results` reads (default: none).
       first_step: first step to run (default: 0).
       max_staleness: same as in `tfdist.fit`.

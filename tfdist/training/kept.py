@@ -37,7 +37,7 @@ class Kept:
 
 
 def key_of(model: keras.Model, job: Job, run: Run, data: Any, *others: Any) -> Sequence[Any] | None:
-    """Return all that a program depends on, `None` for a fit whose program is not kept."""
+    """Return everything a program depends on, or `None` if the program of this fit is not kept."""
     settings = dataclasses.replace(run, seed=None)
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     arrays = all(isinstance(leaf, np.ndarray) for leaf in leaves)

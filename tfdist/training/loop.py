@@ -441,7 +441,7 @@ class TrainLoop:
     ) -> NoReturn:
         """Save a checkpoint, wait until it is written, and raise `Stopped`. A collective.
 
-        If an epoch has only begun, skip the save: the end of any previous epoch is saved.
+        If `at_epoch_begin`, skip the save, because the end of the previous epoch is already saved.
         The resumed run calls the first hooks of this epoch again.
         """
         if not at_epoch_begin:
