@@ -84,8 +84,8 @@ class BackupAndRestore(keras.callbacks.Callback):
       save_freq: "epoch" (default), a number of steps between two saves, or "auto", which computes
         the seconds between two saves from the time a save blocks the training and from `mtbf_s`.
       double_checkpoint: True to keep at least two checkpoints.
-      delete_checkpoint: False. The checkpoints of a finished run stay.
-      every_s: Seconds between two saves.
+      delete_checkpoint: Must be False (default): the checkpoints of a finished run stay.
+      every_s: Seconds between two saves (default: `None`, no saves by time).
       mtbf_s: Mean time between failures in seconds for "auto" (default: a day).
       keep: Number of checkpoints to keep besides the best (default: 3).
       best: Name of a metric in the logs, like "val_loss". The checkpoint of the epoch with the best
@@ -286,7 +286,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.remote.raise_error()
 
     def finish(self) -> None:
-        """Wait until the last save is on the disk and at the URL. Raise the error of either."""
+        """Wait until the last save is on the disk and at the URL. Raise the error of a failure."""
         self.wait()
         if self.remote:
             self.remote.close()
@@ -295,7 +295,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def close(self) -> None:
         """Wait for a running write and release the directory. `save` locks it again.
 
-        Logs an error of the write instead of raising it: another error may be on its way.
+        Logs an error of the write, because raising it could hide the error that ended the training.
         """
         try:
             self.wait()

@@ -126,7 +126,7 @@ class CheckpointStore:
                 except BaseException:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     raise
-                self._known_damaged.discard(self.directory / name)  # from a directory moved since
+                self._known_damaged.discard(self.directory / name)  # of an older, moved directory
                 fsync(self.directory)
             except OSError as error:
                 raise self._failed(f"checkpoint of step {step} in ", error) from error
