@@ -156,8 +156,9 @@ class PipelineEngine(Engine):
     ) -> list[tf.Tensor | None]:
         """Sum the step's results over the same stage of all pipelines. Return the gradients.
 
-        Add the changes of all pipelines since `before` to the metrics. Weight the changes of the
-        layers' statistics by each pipeline's `part` of the examples, which gives their mean.
+        `before` has the values of metrics and statistics before the step. Metrics get the sum of
+        all pipelines' changes. Statistics get the mean, weighted by `part`, this pipeline's
+        fraction of the examples.
         """
         peers, now = self._place.peers, staged.values()
         if peers is None or not (gradients or now):

@@ -133,7 +133,7 @@ class StagedModel:
 
     @property
     def split_size(self) -> int:
-        """Return the most examples in a micro-batch: given, measured, or the default."""
+        """Return the maximum examples in a micro-batch: given, measured, or the default."""
         given = self._place.options.split_size
         if isinstance(given, int):
             return given
@@ -268,7 +268,7 @@ class StagedModel:
         return self.graph.behind_layers(cut)
 
     def _micros(self, batch: int) -> int:
-        """Return the most micro-batches of a pipeline in a step of `batch` examples."""
+        """Return the maximum micro-batches of a pipeline in a step of `batch` examples."""
         return -(-len(self.sizes_of(batch)) // self._place.pipelines)
 
     def _chosen_cut(self, batch: int, first_batch: FirstBatch) -> list[int]:

@@ -169,9 +169,9 @@ class Connections:
             self.connected = self.connected - {worker}
 
     def _updated(self, definition: Any) -> bool:
-        """Give the runtime the new cluster. Return False if the call hangs or hung before.
+        """Give the runtime the new cluster. Return False if this or an earlier call hangs.
 
-        The call waits without a timeout for a worker that dies during it.
+        If a worker dies during the call, TensorFlow waits for it without a timeout.
         """
         done: Future[None] = Future()
 

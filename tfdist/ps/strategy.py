@@ -39,7 +39,7 @@ def parameter_server_job(config: TaskConfig, options: JobOptions, **of_other_kin
     timeout_s = options.startup_timeout_s
     if config.task.type in ("worker", "ps"):
         serve(config, timeout_s=timeout_s)
-    # Without it a call to a dead task waits until the task restarts.
+    # Without this variable a call to a dead task waits until the task restarts.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     connections = Connections(config.cluster, min_workers=options.min_workers)
     versions = VersionHandshake(config)
@@ -48,7 +48,7 @@ def parameter_server_job(config: TaskConfig, options: JobOptions, **of_other_kin
         workers = connections.wait(config, timeout_s=timeout_s, versions=versions)
     with rendezvous.last_resort(timeout_s=timeout_s), restricting_server(config):
         # A step runs on one device. A worker's second device would repeat the batch.
-        strategy = ElasticParameterServerStrategy(
+        strategy = ConnectedParameterServerStrategy(
             resolver(config, most_gpus=1),
             connections=connections,
             workers=workers,
@@ -58,7 +58,7 @@ def parameter_server_job(config: TaskConfig, options: JobOptions, **of_other_kin
     return Job(strategy=strategy, kind=KINDS["ps"], config=config)
 
 
-class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy):
+class ConnectedParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy):
     """TensorFlow's strategy over the connected workers. The engine dispatches the work."""
 
     def __init__(

@@ -381,7 +381,7 @@ class WorkerTally:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Account:
-    """Record of the training steps of one process. Each completed once. Some started again.
+    """Record of the training steps of one process. A step completes once and may start twice.
 
     `staleness` counts steps by the number of other updates between a step's read and its write.
     """
