@@ -94,7 +94,7 @@ class Ticket:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ReplicaLink:
-    """Front's state of a replica. `since` is when it last answered or last became busy."""
+    """Front's state of a replica. `since` is the time at which it last answered or became busy."""
 
     id: int
     send: Callable[[Frame], None]

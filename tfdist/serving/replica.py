@@ -3,11 +3,11 @@
     python -m tfdist.serving.replica SUPERVISOR
 
 SUPERVISOR is the pid of the supervisor. The replica dies with that process. It imports TensorFlow
-and reads its order from standard input. A spare waits at this point. The order is a line of JSON
-with the version's directory, the model's name, the path of the socket, the CPU cores (empty: all)
-and the batch sizes for padding. The replica loads the version and writes `ready` or the reason of
-a failure to standard output. Then it serves one front at a time. If a front exits, the replica
-waits for the next one. A batch has the requests that arrived during the previous batch. A replica
+and reads its order from standard input. A spare process waits for its order. The order is a line of
+JSON with the version's directory, the model's name, the path of the socket, the CPU cores (empty:
+all) and the batch sizes for padding. The replica loads the version and writes `ready` or the reason
+of a failure to standard output. Then it serves one front at a time. If a front exits, the replica
+waits for the next front. A batch has the requests that arrived during the previous batch. A replica
 never waits to fill a batch.
 """
 

@@ -115,7 +115,7 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
     """Run or resume a sweep. Return the exit code and the sweep's state.
 
     Raises:
-      UsageError: The sweep is invalid, or trials can start on none of the hosts.
+      UsageError: The sweep is invalid, or no host can start trials.
       TfdistError: The sweep directory cannot be written.
     """
     sweep_dir = sweep.options.sweep_dir
