@@ -22,7 +22,7 @@ _HOME_OF = {
     "evaluate": "tfdist.training.evaluation",
     "predict": "tfdist.training.evaluation",
     "StepLoop": "tfdist.training.fitting",
-    "Run": "tfdist.training.run",
+    "Run": "tfdist.training.run_settings",
     "VirtualEpochs": "tfdist.training.epochs",
     "BackupAndRestore": "tfdist.checkpoint.backup",
     "Evaluator": "tfdist.training.evaluation",
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from tfdist.training.epochs import VirtualEpochs
     from tfdist.training.evaluation import Evaluator, evaluate, predict
     from tfdist.training.fitting import StepLoop, fit
-    from tfdist.training.run import Run
+    from tfdist.training.run_settings import Run
 
 __all__ = [
     "BackupAndRestore",

@@ -37,7 +37,7 @@ from tfdist.launch.events import Message
 from tfdist.launch.machine import Machine, memory_groups, this_machine
 from tfdist.launch.multihost import on_ray
 from tfdist.launch.multihost.agents import LOOK_EVERY_S, PipeAgent, shell_of
-from tfdist.launch.multihost.agreement import passed_variables
+from tfdist.launch.multihost.host_agreement import passed_variables
 from tfdist.launch.multihost.hosts import slurm_nodes
 from tfdist.launch.multihost.pipe import Pipe
 from tfdist.launch.options import LaunchOptions

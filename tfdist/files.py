@@ -129,7 +129,7 @@ def one_line_errors(where: object) -> Iterator[None]:
         raise TfdistError(f"{where}: {error.strerror or error}") from error
 
 
-class Held(TfdistError):
+class LockedError(TfdistError):
     """Another process holds the lock. `holder` is its process id, or ``unknown``."""
 
     def __init__(self, path: Path, holder: str) -> None:
@@ -170,7 +170,7 @@ class FileLock:
         return False
 
     def acquire(self, *, within_s: float = _RETRY_S) -> Self:
-        """Acquire the lock and return it, or raise Held after `within_s` seconds, or OSError.
+        """Return the acquired lock, or raise LockedError after `within_s` seconds, or OSError.
 
         The default allows a retry, because `is_held` in another process locks it for a moment.
         """
@@ -190,7 +190,7 @@ class FileLock:
         try:
             lock.acquire()
         except filelock.Timeout:
-            raise Held(self.path, _holder(self.path)) from None
+            raise LockedError(self.path, _holder(self.path)) from None
         except OSError as error:
             raise _named(error) from None
         self._lock, self._file = lock, files[-1]

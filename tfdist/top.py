@@ -20,7 +20,7 @@ from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
 from tfdist.report.pieces import UNKNOWN, clock, duration, number
-from tfdist.report.run import (
+from tfdist.report.run_records import (
     LIVE_FILE,
     OF_LAUNCHER,
     is_running,

@@ -16,8 +16,8 @@ from tests.multiprocess.jobs import DEADLINE_S, ROOT, default_signals
 from tests.unit.test_report import RUNS
 from tfdist.errors import EXIT_INTERRUPTED
 from tfdist.report.page import render
-from tfdist.report.run import read_run
-from tfdist.report.sweep import read_sweep
+from tfdist.report.run_records import read_run
+from tfdist.report.sweep_section import read_sweep
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("chromium") is None, reason="tests/browser/setup.sh"),

@@ -220,7 +220,7 @@ def _verdict(
 
     import tfdist
     from tfdist.checkpoint.callback_state import get_states
-    from tfdist.checkpoint.state import state_sha256, weights_sha256
+    from tfdist.checkpoint.model_state import state_sha256, weights_sha256
     from tfdist.strategy import current_job
     from tfdist.strategy.group import whole
 

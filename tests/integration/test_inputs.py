@@ -18,7 +18,7 @@ from tfdist import phases
 from tfdist.data import InputFunctionSource, PyDatasetSource, StreamSource
 from tfdist.strategy import job_of
 from tfdist.training import inputs
-from tfdist.training.agreement import require_same_batches
+from tfdist.training.task_agreement import require_same_batches
 
 RNG = np.random.RandomState(0)
 # Of batches of 8 the last has one example, and nothing for one of two replicas.

@@ -26,7 +26,7 @@ from tfdist.training.program import StepProgram
 DEADLINE_S = 30.0
 
 
-class Members:
+class Connections:
     """Three workers and a ps that are there, or not, as the test says."""
 
     num_workers = 3
@@ -53,15 +53,15 @@ class Members:
 
 
 @pytest.fixture
-def members(monkeypatch):
+def connections(monkeypatch):
     monkeypatch.setattr(workers_module, "_PROBE_EVERY_S", 0.02)
     monkeypatch.setattr(workers_module, "_GONE_S", 0.2)
-    return Members()
+    return Connections()
 
 
 @pytest.fixture
-def pool(members):
-    made = WorkerPool(members, patience_s=DEADLINE_S)
+def pool(connections):
+    made = WorkerPool(connections, patience_s=DEADLINE_S)
     yield made
     made._fail(PeerLost("the test is over"))
 
@@ -91,10 +91,10 @@ def submit_until_stuck(pool, *, go_on=False):
 
 
 def test_the_work_of_a_worker_that_is_gone_is_done_by_another_though_its_call_never_ends(
-    pool, members
+    pool, connections
 ):
     stuck, futures = submit_until_stuck(pool)
-    members.silent.add(1)
+    connections.silent.add(1)
     done = [future.result(DEADLINE_S) for future in futures]
     assert {one.worker_index for one in done} <= {0, 2}
     assert sorted(one.times for one in done)[-2:] == [1, 2]
@@ -102,18 +102,18 @@ def test_the_work_of_a_worker_that_is_gone_is_done_by_another_though_its_call_ne
     assert phases.awaited() is None
 
     stuck.go_on.set()  # what the call returns after all is nobody's
-    members.silent.clear()
+    connections.silent.clear()
     submit_until_stuck(pool, go_on=True)  # it takes work again
     assert sum(share.losses for share in pool.shares.values()) == 1
     assert all(future.result(0).worker_index != 1 for future in futures)
 
 
 @pytest.mark.parametrize("misses", [0, 1])
-def test_a_worker_that_answers_keeps_its_work_however_long_it_takes(pool, members, misses):
+def test_a_worker_that_answers_keeps_its_work_however_long_it_takes(pool, connections, misses):
     """Also one that misses every second question."""
     stuck, futures = submit_until_stuck(pool)
     answers = itertools.cycle([False] * misses + [True])
-    members.answers = lambda worker: worker != 1 or next(answers)
+    connections.answers = lambda worker: worker != 1 or next(answers)
     assert not threading.Event().wait(0.5)  # longer than a silent one is given
     stuck.go_on.set()
     assert 1 in {future.result(DEADLINE_S).worker_index for future in futures}
@@ -121,10 +121,10 @@ def test_a_worker_that_answers_keeps_its_work_however_long_it_takes(pool, member
 
 
 def test_a_ps_that_falls_silent_while_workers_wait_for_it_ends_the_work_with_its_name(
-    pool, members
+    pool, connections
 ):
     stuck, futures = submit_until_stuck(pool)  # as a call that reads of a host without power
-    members.gone = ["ps-1"]
+    connections.gone = ["ps-1"]
     failed = [future.exception(DEADLINE_S) for future in futures]
     assert "lost ps-1: it does not answer" in map(str, failed)
     stuck.go_on.set()
@@ -134,7 +134,7 @@ def unavailable(text="Socket closed"):
     return tf.errors.UnavailableError(None, None, text)
 
 
-def test_a_unit_is_not_blamed_for_idle_workers_that_are_gone(pool, members):
+def test_a_unit_is_not_blamed_for_idle_workers_that_are_gone(pool, connections):
     release, begun = [threading.Event() for _ in range(3)], threading.Barrier(4)
 
     def wait(incarnation):
@@ -152,9 +152,9 @@ def test_a_unit_is_not_blamed_for_idle_workers_that_are_gone(pool, members):
         if incarnation.worker_index:
             raise unavailable()
 
-    members.silent.update((1, 2))
+    connections.silent.update((1, 2))
     unit = pool.submit(work)
-    until(lambda: members.connected == {0}, within_s=DEADLINE_S)
+    until(lambda: connections.connected == {0}, within_s=DEADLINE_S)
     release[0].set()
     assert unit.result(DEADLINE_S).times == 2  # begun by one of them, and not by the other
     assert all(future.result(DEADLINE_S) for future in busy)
@@ -188,26 +188,26 @@ def test_a_worker_that_answers_and_gets_nothing_done_is_left_out_with_the_reason
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_when_no_worker_reaches_a_ps_the_chief_says_so_and_waits_for_nobody(members, workers):
+def test_when_no_worker_reaches_a_ps_the_chief_says_so_and_waits_for_nobody(connections, workers):
     """A unit that is alone is tried no more often than one that ends its workers."""
-    members.num_workers, members.connected = workers, frozenset(range(workers))
-    found = WorkerPool(members, patience_s=DEADLINE_S)
+    connections.num_workers, connections.connected = workers, frozenset(range(workers))
+    found = WorkerPool(connections, patience_s=DEADLINE_S)
     with pytest.raises(PeerLost, match=r"worker-\d answers, .*: ps-0: No route to host$"):
         found.submit(cannot_reach("ps-0", 0, 1, 2)).result(DEADLINE_S)
     found._fail(PeerLost("the test is over"))
 
 
-def test_a_unit_that_ends_its_workers_is_not_begun_for_ever(pool, members):
+def test_a_unit_that_ends_its_workers_is_not_begun_for_ever(pool, connections):
     def end(incarnation):
-        members.silent.add(incarnation.worker_index)
+        connections.silent.add(incarnation.worker_index)
         raise unavailable()
 
     def start_again(worker):
-        members.silent.discard(worker)
-        members.connected |= {worker}
+        connections.silent.discard(worker)
+        connections.connected |= {worker}
         return True
 
-    members.admit = start_again
+    connections.admit = start_again
     with pytest.raises(PeerLost, match=r"failed 5 times; last failure: lost worker-\d"):
         pool.submit(end).result(DEADLINE_S)
 
@@ -345,8 +345,8 @@ LOST_FUNCTION = "'f' is neither a type of a primitive operation nor a name of a 
 def gone(monkeypatch):
     """Which servers have died of the ps job that this process is in."""
     found = ["ps-1"]
-    members = SimpleNamespace(missing=lambda: found)
-    monkeypatch.setattr("tfdist.ps.members.Members.of", lambda strategy: members)
+    connections = SimpleNamespace(missing=lambda: found)
+    monkeypatch.setattr("tfdist.ps.connections.Connections.of", lambda strategy: connections)
     job = SimpleNamespace(kind=KINDS["ps"], strategy=None)
     monkeypatch.setattr(engines, "current_job", lambda: job)
     return found

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tests.tools.traffic import Link, traffic
 from tfdist.data import ArraySource
-from tfdist.ps import members, messages
+from tfdist.ps import connections, messages
 from tfdist.ps.engine import UpdateClock
 from tfdist.ps.keras_compat import taken
 from tfdist.ps.messages import outermost, read_together, sent_together, tasks_of_captures
@@ -207,9 +207,10 @@ def test_a_worker_makes_its_batches_itself_unless_they_are_transformed(transform
 FREED = f"""
 import ctypes, os, resource, sys
 from collections.abc import Mapping
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = {members._M_TRIM_THRESHOLD}, {members._M_MMAP_THRESHOLD}
-_LARGE_BYTES = {members._LARGE_BYTES}
-{inspect.getsource(members.keep_freed_memory)}
+_M_TRIM_THRESHOLD = {connections._M_TRIM_THRESHOLD}
+_M_MMAP_THRESHOLD = {connections._M_MMAP_THRESHOLD}
+_LARGE_BYTES = {connections._LARGE_BYTES}
+{inspect.getsource(connections.keep_freed_memory)}
 assert keep_freed_memory(os.environ) == (sys.argv[1] == "kept")
 libc = ctypes.CDLL(None)
 assert libc.prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE: on any machine, pages are small

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfdist
 from tests import models
-from tfdist.checkpoint.state import state_sha256, weights_sha256
+from tfdist.checkpoint.model_state import state_sha256, weights_sha256
 
 RNG = np.random.RandomState(0)
 STEPS, BATCH_SIZE, UNITS = 8, 6, 24

@@ -20,7 +20,7 @@ import tfdist
 from tests.clock import Clock
 from tests.models import AtStep, Cut, bits, classifier
 from tests.refusals import refusal
-from tfdist.checkpoint import CheckpointStore, state
+from tfdist.checkpoint import CheckpointStore, model_state
 from tfdist.checkpoint import format as format_module
 from tfdist.cluster import KINDS
 from tfdist.errors import TfdistError
@@ -52,13 +52,13 @@ def test_a_copy_is_not_changed_by_later_steps(strategies, tmp_path, replicas):
     model = make(strategies[replicas])
     job = job_of(model.distribute_strategy)
     fit(model, tmp_path / "1", epochs=1)
-    arrays = state.capture(model, job)
+    arrays = model_state.capture(model, job)
     before = {name: array.tobytes() for name, array in arrays.items()}
     fit(model, tmp_path / "2", epochs=1)
     assert {name: array.tobytes() for name, array in arrays.items()} == before
-    now = state.capture(model, job)
+    now = model_state.capture(model, job)
     assert before["weights/0"] != now["weights/0"].tobytes()
-    assert list(before) == list(state.variables_of(model))
+    assert list(before) == list(model_state.variables_of(model))
 
 
 def slow_writer(monkeypatch, *, step):
@@ -288,11 +288,11 @@ def described(*, strides=1, rate=0.1, smoothing=0.5, clipnorm=1.0):
         keras.optimizers.MultiOptimizer(inner),
         loss=["mse", keras.losses.BinaryCrossentropy(label_smoothing=smoothing)],
     )
-    return json.loads(json.dumps(state.configuration_of(model)))
+    return json.loads(json.dumps(model_state.configuration_of(model)))
 
 
 def test_settings_that_no_variable_shows_are_compared():
-    state.require_same_configuration(described(), described(), where="here")
+    model_state.require_same_configuration(described(), described(), where="here")
     for change, named in (
         ({"strides": (2, 1)}, r"\(Conv2D\) strides \[1, 1\] -> \[2, 1\]"),
         ({"rate": 0.2}, r"\(Conv2D\) kernel_regularizer \{.*0.1.*\} -> \{.*0.2"),
@@ -301,7 +301,9 @@ def test_settings_that_no_variable_shows_are_compared():
     ):
         other = described(**change)
         told = refusal(
-            lambda other=other: state.require_same_configuration(described(), other, where="here")
+            lambda other=other: model_state.require_same_configuration(
+                described(), other, where="here"
+            )
         )
         assert re.search(named, told.problem)
 
@@ -423,7 +425,7 @@ def test_a_state_that_json_cannot_say_names_its_callback(strategies, tmp_path):
 
 
 def test_the_interval_is_chosen_by_what_a_save_costs(strategies, tmp_path, monkeypatch):
-    clock, capture = Clock(), state.capture
+    clock, capture = Clock(), model_state.capture
 
     class Step(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -434,7 +436,7 @@ def test_the_interval_is_chosen_by_what_a_save_costs(strategies, tmp_path, monke
         clock.now_s += 2.0
         return capture(*args)
 
-    monkeypatch.setattr(state, "capture", costly)
+    monkeypatch.setattr(model_state, "capture", costly)
     backup = tfdist.BackupAndRestore(
         tmp_path / "b", save_freq="auto", mtbf_s=3600.0, keep=100, clock=clock
     )
@@ -446,13 +448,13 @@ def test_the_interval_is_chosen_by_what_a_save_costs(strategies, tmp_path, monke
 
 def test_names_of_a_saved_model_are_shown_without_control_characters(strategies):
     model = classifier(strategies[1], keras.optimizers.Adam)
-    saved = state.names_of(model)
+    saved = model_state.names_of(model)
     saved["metrics/99"] = ["kernel\x1b[2J\u202e", [], "float32"]
     with pytest.raises(tfdist.UsageError, match=r"kernel\\x1b\[2J\\u202e") as caught:
-        state.require_same_variables(model, saved, where="checkpoint")
+        model_state.require_same_variables(model, saved, where="checkpoint")
     assert str(caught.value).isprintable()
-    mine = state.configuration_of(model)
+    mine = model_state.configuration_of(model)
     others = {"optimizer": [{**mine["optimizer"][0], "class": "Adam\x1b[2J"}]}
     with pytest.raises(tfdist.UsageError, match=r"Adam\\x1b\[2J") as caught:
-        state.require_same_configuration(others, mine, where="checkpoint")
+        model_state.require_same_configuration(others, mine, where="checkpoint")
     assert str(caught.value).isprintable()

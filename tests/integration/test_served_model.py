@@ -20,7 +20,7 @@ import tfdist
 from tests.mutations import mutated
 from tfdist.serving import protocol
 from tfdist.serving.model import ServedModel
-from tfdist.serving.protocol import Code, Kind, ModelStatus, RequestError, Target, VersionState
+from tfdist.serving.protocol import Code, FrameKind, ModelStatus, RequestError, Target, VersionState
 
 X = np.random.default_rng(0).random((5, 3)).astype("float32")
 
@@ -72,7 +72,9 @@ def _picky(a: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"a": tf.identity(a)}
 
 
-def rest(model: ServedModel, *documents: Any, kind: Kind = Kind.REST_PREDICT) -> list[Any]:
+def rest(
+    model: ServedModel, *documents: Any, kind: FrameKind = FrameKind.REST_PREDICT
+) -> list[Any]:
     answers = model.answer([(kind, json.dumps(d).encode()) for d in documents])
     return [a if isinstance(a, RequestError) else json.loads(a) for a in answers]
 
@@ -86,7 +88,7 @@ def grpc_request(signature: str = "", **inputs: np.ndarray) -> predict_pb2.Predi
 
 
 def by_grpc(model: ServedModel, *requests: predict_pb2.PredictRequest) -> list[Any]:
-    answers = model.answer([(Kind.GRPC_PREDICT, one.SerializeToString()) for one in requests])
+    answers = model.answer([(FrameKind.GRPC_PREDICT, one.SerializeToString()) for one in requests])
     response = predict_pb2.PredictResponse
     return [a if isinstance(a, RequestError) else response.FromString(a) for a in answers]
 
@@ -199,7 +201,9 @@ def test_a_batch_of_which_requests_fail_or_outputs_have_no_rows(odd, signature, 
 
 
 def test_metadata(served):
-    as_json, as_message = served.answer([(Kind.REST_METADATA, b""), (Kind.GRPC_METADATA, b"")])
+    as_json, as_message = served.answer(
+        [(FrameKind.REST_METADATA, b""), (FrameKind.GRPC_METADATA, b"")]
+    )
     document = json.loads(as_json)
     assert document["model_spec"]["version"] == "1"
     signatures = document["metadata"]["signature_def"]["signature_def"]
@@ -237,11 +241,11 @@ def test_mutated_requests_are_answered_or_refused(served, odd):
     in_fields.inputs["features"].ClearField("tensor_content")
     in_fields.inputs["features"].float_val.extend(X[:2].ravel().tolist())
     seeds = [
-        (served, Kind.REST_PREDICT, document.encode()),
-        (odd, Kind.REST_PREDICT, text),
-        (served, Kind.GRPC_PREDICT, grpc_request(features=X[:2]).SerializeToString()),
-        (served, Kind.GRPC_PREDICT, in_fields.SerializeToString()),
-        (served, Kind.GRPC_METADATA, b"\x0a\x07\x0a\x05small\x12\x0dsignature_def"),
+        (served, FrameKind.REST_PREDICT, document.encode()),
+        (odd, FrameKind.REST_PREDICT, text),
+        (served, FrameKind.GRPC_PREDICT, grpc_request(features=X[:2]).SerializeToString()),
+        (served, FrameKind.GRPC_PREDICT, in_fields.SerializeToString()),
+        (served, FrameKind.GRPC_METADATA, b"\x0a\x07\x0a\x05small\x12\x0dsignature_def"),
     ]
     inserts = (b"[", b"]", b"{", b"-", b"NaN", b"1e999", b'"b64"', b"null", b"\x80\xff\xff\x7f")
     for _ in range(300):

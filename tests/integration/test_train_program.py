@@ -16,7 +16,7 @@ import pytest
 from tests import forked_python
 from tests.processes import until
 from tests.refusals import refused
-from tfdist.checkpoint.state import weights_sha256
+from tfdist.checkpoint.model_state import weights_sha256
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import JOURNAL, Journal
 

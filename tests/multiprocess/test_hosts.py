@@ -18,7 +18,7 @@ from tests.ports import in_a_row
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 from tfdist.launch.events import SAME_REQUEST_S
-from tfdist.report.run import read_run
+from tfdist.report.run_records import read_run
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 TELL = """

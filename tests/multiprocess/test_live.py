@@ -16,7 +16,7 @@ from tests.processes import python, until
 from tfdist.cluster import hold_ports
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.report.page import render
-from tfdist.report.run import read_run
+from tfdist.report.run_records import read_run
 
 pytestmark = pytest.mark.slow
 

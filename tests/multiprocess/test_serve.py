@@ -35,9 +35,9 @@ from tests.mutations import mutated
 from tests.processes import until
 from tfdist.errors import TfdistError
 from tfdist.serving.dispatch import QueueLimits
+from tfdist.serving.model_versions import find_versions
 from tfdist.serving.protocol import Target
 from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor, _reserved
-from tfdist.serving.versions import find_versions
 
 DEADLINE_S = 120.0
 HARDER = int(os.environ.get("HARDER", "1"))

@@ -115,7 +115,7 @@ def test_every_option_of_tf_config_is_in_the_table():
 
 OF_FUNCTIONS = [
     ("strategy/make.py", "make_strategy", "strategies.md"),
-    ("training/run.py", "Run", "training.md"),
+    ("training/run_settings.py", "Run", "training.md"),
 ]
 
 

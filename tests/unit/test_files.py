@@ -14,7 +14,7 @@ import pytest
 
 from tfdist import files
 from tfdist.errors import TfdistError
-from tfdist.files import FileLock, Held, is_held
+from tfdist.files import FileLock, LockedError, is_held
 
 # Atomic writes
 
@@ -133,7 +133,7 @@ def holder(tmp_path):
 def test_a_lock_names_its_holder_and_ends_with_it_though_a_child_lives_on(tmp_path, holder):
     lock = FileLock(tmp_path / "lock")
     assert is_held(lock.path)
-    with pytest.raises(Held, match=f"lock is locked by process {holder.pid}$"):
+    with pytest.raises(LockedError, match=f"lock is locked by process {holder.pid}$"):
         lock.acquire()
     assert not lock.held
     holder.kill()
@@ -163,7 +163,7 @@ def test_a_lock_ends_with_its_object(tmp_path):
 
 def test_a_lock_is_waited_for(tmp_path):
     first, second = FileLock(tmp_path / "lock").acquire(), FileLock(tmp_path / "lock")
-    with pytest.raises(Held):
+    with pytest.raises(LockedError):
         second.acquire(within_s=0)
     threading.Timer(0.05, first.release).start()
     second.acquire(within_s=60)
@@ -212,7 +212,7 @@ def test_a_lock_neither_makes_its_directory_nor_locks_one(tmp_path):
 def test_the_holder_in_a_lock_file_is_a_number_or_unknown(tmp_path):
     with FileLock(tmp_path / "lock").acquire():
         (tmp_path / "lock").write_text("\x1b[2J")
-        with pytest.raises(Held, match=r"locked by process unknown$"):
+        with pytest.raises(LockedError, match=r"locked by process unknown$"):
             FileLock(tmp_path / "lock").acquire()
 
 

@@ -9,7 +9,7 @@ from tests.refusals import refused
 from tfdist.cluster import Task
 from tfdist.launch.job import run_job, with_variables
 from tfdist.launch.multihost.agents import shell_of
-from tfdist.launch.multihost.agreement import passed_variables, without_secrets
+from tfdist.launch.multihost.host_agreement import passed_variables, without_secrets
 from tfdist.launch.multihost.hosts import (
     decided_group,
     is_own_address,

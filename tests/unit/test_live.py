@@ -24,7 +24,7 @@ from tfdist.launch.live import (
 )
 from tfdist.launch.state import JobState
 from tfdist.loopback import listen, make_server
-from tfdist.report.run import read_run
+from tfdist.report.run_records import read_run
 from tfdist.top import view
 
 DEADLINE_S = 60

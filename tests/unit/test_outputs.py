@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.clock import Clock
-from tfdist.checkpoint.state import state_sha256, weights_sha256
+from tfdist.checkpoint.model_state import state_sha256, weights_sha256
 from tfdist.outputs.display import ProgressDisplay, show_result
 
 SUMMARY = {

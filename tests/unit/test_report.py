@@ -26,8 +26,8 @@ from tfdist.phases import PHASES, SUM
 from tfdist.report import __main__ as program
 from tfdist.report.page import PARTS, STYLE, FoldedTime, render
 from tfdist.report.pieces import Series, chart
-from tfdist.report.run import TaskHistory, names_of, read_run
-from tfdist.report.sweep import read_sweep, runs_of_best
+from tfdist.report.run_records import TaskHistory, names_of, read_run
+from tfdist.report.sweep_section import read_sweep, runs_of_best
 
 RUNS = Path(__file__).parent / "data" / "report"
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from tfdist.serving import dispatch
-from tfdist.serving.dispatch import Dispatcher, Held, Outcome, QueueLimits, Room, Ticket
-from tfdist.serving.protocol import Code, Frame, Kind, RequestError
+from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Reservation, Room, Ticket
+from tfdist.serving.protocol import Code, Frame, FrameKind, RequestError
 
 
 class Bench:
@@ -39,9 +39,9 @@ class Bench:
                 assert payload not in self.outcomes, "answered twice"
                 self.outcomes[payload] = outcome
 
-            same = {"kind": Kind.REST_PREDICT, "deadline": deadline, "version": version}
-            held = Held(self.room, len(payload))
-            ticket = Ticket(payload=payload, held=held, answer=answer, **same)
+            same = {"kind": FrameKind.REST_PREDICT, "deadline": deadline, "version": version}
+            memory = Reservation(self.room, len(payload))
+            ticket = Ticket(payload=payload, memory=memory, answer=answer, **same)
             self.dispatcher.submit(ticket)
         return ticket
 
@@ -52,7 +52,7 @@ class Bench:
         """Have a replica answer all that it has."""
         frames, self.replicas[id] = self.replicas[id], []
         for frame in frames:
-            done = Frame(frame.id, Kind.ANSWER, b"re:" + frame.payload)
+            done = Frame(frame.id, FrameKind.ANSWER, b"re:" + frame.payload)
             self.dispatcher.received(id, done)
 
 
@@ -81,7 +81,7 @@ def test_memory_is_given_to_those_that_wait_for_it(monkeypatch):
 
     async def run() -> None:
         room = Room(10)
-        first, second, third = Held(room), Held(room), Held(room)
+        first, second, third = Reservation(room), Reservation(room), Reservation(room)
         await first.grow(8)
         with pytest.raises(RequestError, match="try again later") as error:
             await second.grow(3)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.serving import protocol
-from tfdist.serving.protocol import Code, Frame, Kind, RequestError, Target
+from tfdist.serving.protocol import Code, Frame, FrameKind, RequestError, Target
 
 FRAMES = st.lists(
-    st.builds(Frame, st.integers(0, 2**64 - 1), st.sampled_from(Kind), st.binary(max_size=50))
+    st.builds(Frame, st.integers(0, 2**64 - 1), st.sampled_from(FrameKind), st.binary(max_size=50))
 )
 
 
@@ -26,7 +26,7 @@ def test_frames_come_whole_out_of_a_stream_cut_anywhere(frames, cut):
 @pytest.mark.parametrize(
     ("method", "path", "found"),
     [
-        ("POST", "/V1/Models/m:predict", (Target(name="m"), Kind.REST_PREDICT)),
+        ("POST", "/V1/Models/m:predict", (Target(name="m"), FrameKind.REST_PREDICT)),
         ("POST", "/v1/models/m/versions/3:predict", (Target(name="m", version=3), 1)),
         ("GET", "/v1/models/m", (Target(name="m"), None)),
         ("GET", "/v1/models/m/versions/3", (Target(name="m", version=3), None)),

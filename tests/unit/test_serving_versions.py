@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from tfdist import serve
-from tfdist.serving.versions import Model, find_models, find_versions
+from tfdist.serving.model_versions import Model, find_models, find_versions
 
 # Each line has what happens to a model, and what it does then: the replicas that are started, as
 # VERSION:NUMBER, those that are drained, the version that is served, or refused.

@@ -15,8 +15,8 @@ import keras
 
 from tfdist.app import recipe
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
+from tfdist.checkpoint.model_state import state_sha256, weights_sha256
 from tfdist.checkpoint.publish import PublishModel
-from tfdist.checkpoint.state import state_sha256, weights_sha256
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.cluster.settings import restarts
 from tfdist.configs import FREE, flat

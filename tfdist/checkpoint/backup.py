@@ -21,7 +21,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.checkpoint import callback_state, state
+from tfdist.checkpoint import callback_state, model_state
 from tfdist.checkpoint.publish import PublishModel
 from tfdist.checkpoint.remote import RemoteCheckpoints, is_remote, local_directory, put
 from tfdist.checkpoint.saved_run import RunStore
@@ -84,8 +84,8 @@ class BackupAndRestore(keras.callbacks.Callback):
       save_freq: "epoch" (default), a number of steps between two saves, or "auto", which computes
         the seconds between two saves from the time a save blocks the training and from `mtbf_s`.
       double_checkpoint: True to keep at least two checkpoints.
-      delete_checkpoint: False. The checkpoints of a finished run stay.
-      every_s: Seconds between two saves.
+      delete_checkpoint: Must be False (default): the checkpoints of a finished run stay.
+      every_s: Seconds between two saves (default: `None`, no saves by time).
       mtbf_s: Mean time between failures in seconds for "auto" (default: a day).
       keep: Number of checkpoints to keep besides the best (default: 3).
       best: Name of a metric in the logs, like "val_loss". The checkpoint of the epoch with the best
@@ -243,7 +243,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if job.is_chief:
             self.wait()  # before copying, so that memory never holds two copies
             self.prepare()
-        arrays = state.capture(model, job)
+        arrays = model_state.capture(model, job)
         self._saved_at = self._clock()
         self._saved_run = run
         self._best.epoch_begins()
@@ -253,9 +253,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         arrays.update(callback_state.best_weights(others))
         meta = {
             **dataclasses.asdict(run),
-            "variables": state.names_of(model),
+            "variables": model_state.names_of(model),
             "callbacks": callback_state.get_states(others),
-            "configuration": self._configuration or state.configuration_of(model),
+            "configuration": self._configuration or model_state.configuration_of(model),
             "place": _place(job),
             "stages": {} if job.stages is None else job.stages.chosen.state(),
         }
@@ -286,7 +286,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.remote.raise_error()
 
     def finish(self) -> None:
-        """Wait until the last save is on the disk and at the URL. Raise the error of either."""
+        """Wait until the last save is on the disk and at the URL. Raise the error of a failure."""
         self.wait()
         if self.remote:
             self.remote.close()
@@ -295,7 +295,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def close(self) -> None:
         """Wait for a running write and release the directory. `save` locks it again.
 
-        Logs an error of the write instead of raising it: another error may be on its way.
+        Logs an error of the write, because raising it could hide the error that ended the training.
         """
         try:
             self.wait()
@@ -313,8 +313,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         checkpoint = self.store.read(self._found_step) if job.is_chief else None
         if checkpoint is not None:
             self._require_same(model, job, checkpoint.meta)
-            state.require_shapes(model, job, checkpoint.arrays, where=self._where)
-        state.restore(model, job, checkpoint.arrays if checkpoint else None)
+            model_state.require_shapes(model, job, checkpoint.arrays, where=self._where)
+        model_state.restore(model, job, checkpoint.arrays if checkpoint else None)
         saved = broadcast(None if checkpoint is None else _of_all_tasks(checkpoint))
         self._saved_run = RunState(**saved["run"])
         if job.stages is not None:
@@ -325,7 +325,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         require_engine(self)
-        self._configuration = state.configuration_of(self.model)
+        self._configuration = model_state.configuration_of(self.model)
         if not is_chief():
             return
         self.prepare()
@@ -352,9 +352,9 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def _require_same(self, model: keras.Model, job: Job, meta: Mapping[str, Any]) -> None:
         where = self._where
-        state.require_same_variables(model, meta["variables"], where=where)
-        mine = self._configuration or state.configuration_of(model)
-        state.require_same_configuration(meta.get("configuration"), mine, where=where)
+        model_state.require_same_variables(model, meta["variables"], where=where)
+        mine = self._configuration or model_state.configuration_of(model)
+        model_state.require_same_configuration(meta.get("configuration"), mine, where=where)
         before, now = meta.get("place", {}), _place(job)
         differences = [
             f"{n} {before[n]} -> {now[n]}" for n in now if before.get(n, now[n]) != now[n]

@@ -179,7 +179,7 @@ def _with_names(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
 def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
     """Remove the lines from `epoch` on from CSV logs: the resumed run writes them again.
 
-    Call it before `on_train_begin`. TensorBoard logs stay uncut: it shows a step's last event.
+    Call it before `on_train_begin`. TensorBoard logs are not cut: it shows a step's last event.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.exists(callback.filename):

@@ -66,7 +66,7 @@ def files_in(system: Any, root: str) -> list[str]:
 
 
 def retrying(action: Callable[..., _T], *args: Any) -> _T:
-    """Return the action's result. Repeat it after an error, and raise the last error."""
+    """Call the action, again after an error, and return its result. Raise the last error."""
     for number in range(1, _TRIES):
         try:
             return action(*args)
@@ -77,7 +77,7 @@ def retrying(action: Callable[..., _T], *args: Any) -> _T:
 
 
 def put(local: Path, url: str, *, last: Sequence[str] = ()) -> None:
-    """Upload a file, or a directory's files with the names in `last` at the end, in this order."""
+    """Upload a file or a directory. The files named in `last` are uploaded last, in this order."""
     system, root = opened(url)
     if local.is_file():
         return retrying(system.put_file, str(local), root)
@@ -166,11 +166,11 @@ class RemoteCheckpoints:
         """Download the newest complete checkpoint, unless the local store has a newer checkpoint.
 
         The local directory is locked by the caller. If the URL is unreachable, the local
-        checkpoints are used, with a warning. Raises TfdistError without local checkpoints.
+        checkpoints are used, with a warning. Raises TfdistError if there are none.
         """
         mine = self._store.newest_name()
         try:
-            # Written first: a missing permission or bucket is told before training.
+            # Write first, to report a missing permission or bucket before training.
             retrying(self._system.pipe_file, f"{self._root}/{_WRITER}", self._id())
             found = retrying(files_in, self._system, self._root)
         except Exception as error:
@@ -353,7 +353,7 @@ class RemoteCheckpoints:
                 self._system.rm_file(f"{self._root}/{path}")
 
     def _discard_others(self, serial: int, name: str) -> None:
-        """Remove local checkpoints of another line of the run, which was not uploaded."""
+        """Remove the local checkpoints that the downloaded checkpoint replaces, with a warning."""
         for other in self._store.names():
             if other != name and _serial(other) >= serial:
                 _LOG.warning("%s: %s replaces the local %s", self._url, name, other)

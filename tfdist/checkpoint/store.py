@@ -32,7 +32,7 @@ from tfdist.checkpoint.format import (
     write_checkpoint,
 )
 from tfdist.errors import TfdistError, UsageError, require_int
-from tfdist.files import FileLock, Held, fsync
+from tfdist.files import FileLock, LockedError, fsync
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class CheckpointStore:
                 except BaseException:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     raise
-                self._known_damaged.discard(self.directory / name)  # from a directory moved since
+                self._known_damaged.discard(self.directory / name)  # of an older, moved directory
                 fsync(self.directory)
             except OSError as error:
                 raise self._failed(f"checkpoint of step {step} in ", error) from error
@@ -278,7 +278,7 @@ class CheckpointStore:
         self._sound()  # raises UsageError for a newer format before any change
         try:
             self._lock.acquire()
-        except Held as held:
+        except LockedError as held:
             raise SecondWriter(
                 f"checkpoints in {self.directory}",
                 f"process {held.holder} already writes there",

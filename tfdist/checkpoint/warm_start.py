@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.checkpoint import state
+from tfdist.checkpoint import model_state
 from tfdist.checkpoint.remote import is_remote, local_copy
 from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.store import Checkpoint
@@ -76,8 +76,8 @@ def load_weights(
         skipped = broadcast(skipped)
         wanted = {name: v for name, v in wanted.items() if name not in skipped}
     for name, variable in wanted.items():
-        variable.assign(state.from_chief(job, values.get(name), like=variable))
-    state.renew_constants(model)
+        variable.assign(model_state.from_chief(job, values.get(name), like=variable))
+    model_state.renew_constants(model)
     _LOG.info("%s: loaded %d variables", path, len(wanted))
     return list(wanted)
 
@@ -201,17 +201,15 @@ def _from_weights_file(model: keras.Model, path: str, *, skip_mismatch: bool) ->
 
 
 def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> None:
-    """Set the weights of a model in a single process, built by the same program as the run's.
-
-    Raises UsageError for the weights of another model.
-    """
-    state.require_same_variables(model, checkpoint.meta["variables"], where=where, group="weights")
+    """Set a model's weights in a single process, or raise UsageError if they do not fit it."""
+    saved = checkpoint.meta["variables"]
+    model_state.require_same_variables(model, saved, where=where, group="weights")
     for i, variable in enumerate(model.weights):
         array = checkpoint.arrays[f"weights/{i}"]
         if "seed_generator" not in variable.path:
-            state.require_shape(array, tuple(variable.shape), variable, where=where)
+            model_state.require_shape(array, tuple(variable.shape), variable, where=where)
             variable.assign(array)
-    state.renew_constants(model)
+    model_state.renew_constants(model)
 
 
 def _values_of(model: keras.Model, checkpoint: Checkpoint) -> dict[str, Any]:

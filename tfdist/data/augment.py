@@ -25,7 +25,7 @@ _Numbers = np.float64 | np.ndarray[Any, Any]
 
 
 class _Own:
-    """Base class of this module's transforms. A call applies a `Compose` of this transform."""
+    """Base class of this module's transforms. A call applies a `Compose` of only it."""
 
     __slots__ = ()
 
@@ -162,7 +162,7 @@ class Normalization(_Own):
     """Scaling to ``(images - mean) / sqrt(variance)``, as `keras.layers.Normalization`.
 
     Args:
-      axis: -1 (default) for a mean and a variance of each channel or of all, `None` for all.
+      axis: -1 (default): `mean` may be a number per channel. `None`: `mean` is a single number.
       mean: Mean of the stored pixels: a number, or a list with a number for each channel.
       variance: Variance, with the shape of `mean`.
       invert: True to undo the scaling: ``images * sqrt(variance) + mean`` (default: False).

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tfdist.errors import StartupTimeout
-from tfdist.files import FileLock, Held, one_line_errors, replacing
+from tfdist.files import FileLock, LockedError, one_line_errors, replacing
 
 _log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 10.0
@@ -55,7 +55,7 @@ def exclusive(lock_file: Path, *, purpose: str, timeout_s: float) -> Iterator[No
             try:
                 with one_line_errors(where):
                     lock.acquire(within_s=wait_s)
-            except Held as held:
+            except LockedError as held:
                 wait_s = min(_REPORT_EVERY_S, deadline_s - time.monotonic())
                 if wait_s <= 0:
                     raise StartupTimeout(

@@ -123,8 +123,8 @@ def example_at(
     keys = tf.concat([keys, tf.zeros([1, 3], tf.uint32)], axis=0)
     if not _is_cut_short(num_examples):
         return _permuted(offsets, keys=keys, size=size)[:-1]
-    # Permute num_examples + 1 indices. The position that gets the extra index, num_examples, takes
-    # the image of num_examples instead.
+    # Permute num_examples + 1 indices, so that the cipher has enough bits. If a position gets the
+    # extra index, num_examples, use the index at position num_examples instead.
     shuffled = _permuted(offsets, keys=keys, size=size + 1)
     instead = _permuted(tf.zeros_like(offsets) + size, keys=keys, size=size + 1)
     return tf.where(shuffled == size, instead, shuffled)[:-1]

@@ -9,8 +9,8 @@ graph then cause wrong data without an error. `read` returns a copy with these c
   element. The cache or snapshot then treats the truncated data as complete (see
   docs/upstream/tensorflow-cache-after-prefetch.md). In the copy, `_guarded` prevents this: a
   cancelled read never reaches the end. Iterators of the user's program use other memory caches.
-- **Draws without a seed**, like `shuffle(n)`, or with only the program's seed. They get seeds from
-  the run's seed. All tasks and all attempts of a run then see the same batches. A shuffle with a
+- **Draws without their own seed**, like `shuffle(n)`. The copy sets their seeds from the run's
+  seed. All tasks and all attempts of a run then see the same batches. A shuffle with a
   seed starts with its first order in each read. The order of
   `shuffle(n, reshuffle_each_iteration=False)` is the same in all runs and evaluations.
 - **Order that depends on timing** (`deterministic=False`, draws in a parallel map). With several
@@ -82,7 +82,7 @@ DRAWING = frozenset(
 
 
 class _BatchSource(Source):
-    """Base class of streams. A single input pipeline would read the dataset `_whole`."""
+    """Base class of streams. `_whole` is the dataset that a job of one task reads."""
 
     _whole: tf.data.Dataset
 
@@ -578,7 +578,7 @@ def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
 
 
 def _is_of_program(node: Any, seeds: Sequence[int | None]) -> bool:
-    """Return whether only `tf.random.set_seed` sets the seeds: all fits have the same order."""
+    """Return whether only `tf.random.set_seed` sets the seeds, so all fits have the same order."""
     whole, own = seeds
     if whole is None or whole != context.global_seed() or _shuffles_once(node):
         return False

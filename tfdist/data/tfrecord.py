@@ -33,7 +33,7 @@ class RecordIndex:
     lengths: np.ndarray[Any, Any]  # int64[num_records]: bytes of the record's content
 
     def within(self, spans: Sequence[tuple[str, int, int]]) -> RecordIndex:
-        """Return the index of some runs of records: (file, first record in the file, count)."""
+        """Return the index of these spans of records: (file, first record in the file, count)."""
         starts = np.searchsorted(self.file_numbers, np.arange(len(self.files) + 1))
         runs = []
         for file, first, count in spans:
@@ -62,7 +62,7 @@ class TFRecordSource(GraphSource):
     a graph function, string[b] -> nest of [b, ...], for example `tf.io.parse_example`. If all files
     together have up to `memory_limit_bytes`, they are held in memory as a single string. Otherwise
     each record is read from its file. The constructor scans the headers for offsets and saves these
-    in `cache_dir`. It scans again if a file has changed. `spans` restricts the source to runs of
+    in `cache_dir`. It scans again if a file has changed. `spans` restricts the source to spans of
     records, each (file, first, count). Raises `UsageError` if a file is missing, compressed or
     truncated.
     """

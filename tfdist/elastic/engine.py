@@ -25,7 +25,6 @@ from tfdist.elastic.mesh import Compute, Mesh
 from tfdist.elastic.shards import Array, tree_sum
 from tfdist.errors import named, require
 from tfdist.strategy import Job
-from tfdist.training.agreement import digest_is_due
 from tfdist.training.engines import SynchronousEngine, joined, without_substitute
 from tfdist.training.feed import BatchFeed, Feed, Part
 from tfdist.training.keras_compat import StepTrace, compiled, random_key, tracing
@@ -40,6 +39,7 @@ from tfdist.training.program import (
     run_replica,
 )
 from tfdist.training.resume import require_deterministic
+from tfdist.training.task_agreement import digest_is_due
 
 
 class ElasticEngine(SynchronousEngine):

@@ -17,7 +17,7 @@ import keras
 import numpy as np
 
 from tfdist import phases
-from tfdist.checkpoint import state
+from tfdist.checkpoint import model_state
 from tfdist.errors import PeerLost, Stopped, UsageError, require, require_int, require_number
 from tfdist.outputs.display import empty_panels
 from tfdist.strategy import Job
@@ -161,7 +161,7 @@ def _unchanged(model: keras.Model, job: Job, *, publish: Callable[[], None]) -> 
     `publish` copies state that the engine keeps elsewhere, as pipelines do, to the variables.
     """
     publish()
-    before = state.capture(model, job)
+    before = model_state.capture(model, job)
     is_lost = False
     try:
         yield
@@ -172,7 +172,7 @@ def _unchanged(model: keras.Model, job: Job, *, publish: Callable[[], None]) -> 
         phases.enter("save")
         if not is_lost:
             publish()
-            state.restore(model, job, before if job.is_chief else None)
+            model_state.restore(model, job, before if job.is_chief else None)
         phases.enter("done")
 
 

@@ -58,7 +58,7 @@ class Failure:
 
 
 class RootCause:
-    """Collection of an attempt's failures, which selects the root cause.
+    """Failures of an attempt, and the choice of the root cause among them.
 
     After a program fails, its process has `patience_s` seconds to exit. No root cause is selected
     until a process has exited or this time is over.
@@ -79,9 +79,9 @@ class RootCause:
     def ended(self, event: Ended, *, since_s: float, now_s: float) -> None:
         """Record an unexpected exit.
 
-        The launcher sees an exit when it wakes up. A killed task may have died any time since the
-        launcher was last awake (`since_s`). So the kill is dated to `since_s`, before the failures
-        that it caused in other tasks.
+        The launcher sees an exit when it wakes up. A killed task may have died at any time after
+        `since_s`, when the launcher was last awake. The kill is recorded at `since_s`, so that it
+        precedes the failures that it caused in other tasks.
         """
         self._ended[event.task] = event
         was_killed = event.status < 0 and event.status != -signal.SIGABRT
@@ -162,7 +162,7 @@ def _cause(raised: Raised | None, ended: Ended | None) -> str:
 
 
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
-"""Phases in which a task may wait for peers (in the first ones, more likely for disk or data)."""
+"""Phases in which a task may wait for peers. Earlier entries more often wait for disk or data."""
 
 _BUSY = ("callback", "trace", "import", "done")
 """Phases in which a task does not wait for peers, but peers may wait for the task."""
@@ -175,7 +175,7 @@ _STATES: dict[str | None, str] = {
 }
 _CHECK_EVERY_S = 1.0
 LATE_S = 3.0
-"""Delay of a check, in seconds, after which the launcher and not a task was held up."""
+"""A check that is later than this, in seconds, shows that the launcher itself was stalled."""
 
 _SUSPECT_S = 3.0  # seconds of silence, in a job that hangs
 _TRACE_TIMEOUTS = 3  # tracing a large model is slow, but happens once

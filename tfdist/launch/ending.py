@@ -18,7 +18,7 @@ from tfdist.errors import TfdistError, UsageError, named
 from tfdist.files import is_held
 from tfdist.launch.events import STOP_CODES
 from tfdist.launch.live import LIVE_FILE
-from tfdist.launch.multihost.agreement import without_secrets
+from tfdist.launch.multihost.host_agreement import without_secrets
 from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions, Program
 from tfdist.launch.run_dir import REPORT_FILE, RUNS, slurm_prefix
 from tfdist.options import LaunchFlags, names_of, table
@@ -54,9 +54,9 @@ def _changed(options: LaunchOptions) -> dict[str, Any]:
 def continued_run(options: LaunchOptions, environ: Mapping[str, str]) -> Path | None:
     """Return the run directory that the job continues without ``--run_dir``, or `None`.
 
-    With ``--resume`` it is the newest unfinished run of the same command. A run with no step is
-    older than any run with steps: it has nothing to resume. If Slurm has requeued the job, it is
-    the run that this command started in the Slurm job.
+    With ``--resume`` it is the newest unfinished run of the same command. Runs with a finished step
+    have priority, because other runs have no state to resume. If Slurm has requeued the job, it
+    is the newest run that this command started in the Slurm job.
 
     Raises:
         UsageError: ``--resume`` is set, and there is no such run.

@@ -133,7 +133,7 @@ class MemberKnocks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberAdmits:
-    """Agreement of a member that a task joins."""
+    """Consent of a member to a task that joins."""
 
     task: Task
     epoch: int
@@ -239,7 +239,7 @@ class GoOn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acquaint:
-    """Connect a task that joins with a member, or tell the member that it waits."""
+    """Connect a joining task to a member, or tell the member that the task waits."""
 
     joining: Task
     member: Task
@@ -295,7 +295,7 @@ def decode(kind: type[T], value: object) -> T:
     try:
         return kind(**{name: _one(hints[name], item) for name, item in value.items()})
     except TypeError:
-        raise ValueError(f"{kind.__name__} without some of its parts") from None
+        raise ValueError(f"{kind.__name__} lacks a required field") from None
 
 
 _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)

@@ -6,9 +6,9 @@ threads and devices do not survive a fork. `ONE_THREAD` limits NumPy's libraries
 the server has one thread when it forks.
 
 `ForkStarter` is the launcher's side. A caller that runs many jobs, such as a sweep, keeps a
-`ForkTemplate`. This process imports TensorFlow once. Each job gets a fork server that is a fork of
-the template, so it imports nothing. The variable `FORK_SERVER` gives the launcher the server's
-socket. The job's tasks exit with its fork server.
+`ForkTemplate`. This process imports TensorFlow once. The fork server of each job is a fork of the
+template, so the server imports no module. The variable `FORK_SERVER` gives the launcher the
+server's socket. The job's tasks exit with its fork server.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def import_once(modules: Sequence[str]) -> None:
     threads = count_threads()
     if threads > 1:  # other threads, and their locks, do not survive a fork
         _log(f"{threads} threads run after the imports (expected 1), so tasks may hang")
-    # Freeze shared objects, so that a task's garbage collector does not copy their pages. Collect
-    # nothing before: this is slow, and tasks would fill the freed memory and so copy its pages.
+    # Freeze shared objects, so that a task's garbage collector does not copy their pages. Skip the
+    # usual collection before it: it is slow, and tasks that fill freed memory would copy its pages.
     gc.freeze()
     gc.enable()
 
@@ -132,7 +132,7 @@ class _Server:
 
     def serve(self) -> dict[str, Any] | None:
         """Return None in the server after the launcher has exited, and the request in each task."""
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler makes it wake up the server
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only a handled signal wakes the server
         signal.set_wakeup_fd(self._wake_write_fd, warn_on_full_buffer=False)
         self._tell({"ready": True})
         poll = select.poll()

@@ -42,7 +42,7 @@ from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
 from tfdist.launch.machine import this_machine
 from tfdist.launch.membership import Membership
 from tfdist.launch.multihost.agents import Hub, PipeAgent, shell_of
-from tfdist.launch.multihost.agreement import passed_variables
+from tfdist.launch.multihost.host_agreement import passed_variables
 from tfdist.launch.multihost.hosts import (
     Group,
     HostPart,
@@ -412,7 +412,7 @@ class JobRun:
             began_s = time.monotonic()
             try:
                 code = self._run_from(logs)
-            except (OSError, TfdistError) as error:  # in the launcher
+            except (OSError, TfdistError) as error:  # of the launcher, not of a task
                 self._write(getattr(error, "exit_code", EXIT_FAILED))
                 self._screen.drain(is_hurried=True)
                 raise

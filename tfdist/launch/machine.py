@@ -20,7 +20,7 @@ _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Files of limit and use, and the cache counter, for cgroup version 2 and version 1."""
+"""Files of the limit and the use, and name of the cache counter, in cgroup versions 2 and 1."""
 _UNLIMITED = 1 << 60  # version 1 writes a number near 2**63
 _GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _NVIDIA_SMI_TIMEOUT_S = 20.0

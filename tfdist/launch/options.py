@@ -193,11 +193,11 @@ def split(argv: Sequence[str], *, takes_value: Mapping[str, bool]) -> tuple[list
 
 _USAGE = f"""usage: python -m tfdist.launch [flags] [script.py | -m module] [program's own flags]
 
-Starts the processes of a job on this machine, each with its part in TF_CONFIG,
-and ends them all when it is done or when one of them fails.
+Starts the processes of a job, each with its TF_CONFIG. Restarts failed tasks if
+the flags allow it, and stops all processes when the job ends.
 
 The words after the program belong to the program. Without a program the job is
-{DEFAULT_MODULE}, which gets everything from the first --config flag, or after --.
+{DEFAULT_MODULE}, with all words from the first --config flag on, or after --.
 
   python -m tfdist.launch --strategy multiworker --workers 2 train.py --lr 0.1
   python -m tfdist.launch --strategy ps --workers 4 --ps 1 --config.seed=1"""

@@ -25,7 +25,7 @@ from tfdist.cluster.address import split_address
 from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
-from tfdist.launch.multihost.agreement import without_secrets
+from tfdist.launch.multihost.host_agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
 from tfdist.options import PORTS, RESTARTS, JobOptions, part
 
@@ -96,7 +96,7 @@ class JobDescription:
     ports: Sequence[int] | None = None
     """Ports that the tasks may use (if `None`, any port)."""
     given: LaunchOptions = field(default_factory=LaunchOptions)
-    """Options of the command line, which the hosts of the job do not complete."""
+    """Options of the command line, without the values that follow from the list of hosts."""
 
     @property
     def local_tasks(self) -> tuple[Task, ...]:

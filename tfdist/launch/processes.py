@@ -49,7 +49,7 @@ from tfdist.launch.screen import JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
 
 _READ_BYTES = 1 << 16
-_MAX_READS = 64  # of an exited task's pipe, to which its child may still write
+_MAX_READS = 64  # of an exited task's pipe: a child may still write
 
 
 class Starter:

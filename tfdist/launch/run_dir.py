@@ -20,10 +20,10 @@ from typing import Any
 
 from tfdist.cluster import Task, settings
 from tfdist.errors import TfdistError, UsageError
-from tfdist.files import FileLock, Held
+from tfdist.files import FileLock, LockedError
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import signal_name
-from tfdist.launch.multihost.agreement import versions, without_secrets
+from tfdist.launch.multihost.host_agreement import versions, without_secrets
 from tfdist.launch.state import JobState, TaskRecord
 
 RUNS = "runs"
@@ -77,7 +77,7 @@ class RunDir:
             self._lock.acquire()
         except OSError as error:
             raise not_writable(path, error) from None
-        except Held:
+        except LockedError:
             raise UsageError(
                 "--run_dir",
                 f"another job is running in {path}",

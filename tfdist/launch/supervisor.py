@@ -212,7 +212,7 @@ class _Decision:
             self._fail(self._dated(failure))
 
     def _end_failed_alone(self, task: Task) -> bool:
-        """Restart or drop a task that was killed for its own failure. Return whether it was."""
+        """Restart or drop the task if only this task was killed. Return False in any other case."""
         known = self._state.tasks[task]
         failure, known.failed_alone = known.failed_alone, None
         if failure is None:

@@ -173,7 +173,7 @@ class LayerGraph:
         return found
 
     def widest_share(self) -> str:
-        """Return a text about the farthest layers that share a variable, "" if there are none."""
+        """Return a text about layers far apart that share a variable, "" if there are none."""
         users = self._users
         key = max(users, key=lambda key: users[key][-1] - users[key][0], default=None)
         if key is None or users[key][0] == users[key][-1]:
@@ -453,7 +453,7 @@ def chosen_places(
     """Return the cuts with the fastest step, and log them.
 
     Under 1F1B the first stages wait less than the last stages at the start and the end of a step,
-    so they get more work. Weights do not change.
+    so they get more work. The timing does not change weights.
 
     Args:
       graph: Graph of the model.

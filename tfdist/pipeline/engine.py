@@ -28,10 +28,10 @@ from tfdist.strategy import Job, broadcast
 from tfdist.strategy.group import rows_of_all_tasks
 from tfdist.strategy.pipeline_setup import Stages
 from tfdist.training import keras_compat
-from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Feed, Part, rows_of
 from tfdist.training.program import Engine, StepProgram
 from tfdist.training.resume import require_deterministic
+from tfdist.training.task_agreement import require_same_batches
 
 _LOG = logging.getLogger(__name__)
 _TRY_S, _MOST_TRIALS = 2.0, 5
@@ -156,8 +156,9 @@ class PipelineEngine(Engine):
     ) -> list[tf.Tensor | None]:
         """Sum the step's results over the same stage of all pipelines. Return the gradients.
 
-        Add the changes of all pipelines since `before` to the metrics. Weight the changes of the
-        layers' statistics by each pipeline's `part` of the examples, which gives their mean.
+        `before` has the values of metrics and statistics before the step. Metrics get the sum of
+        all pipelines' changes. Statistics get the mean, weighted by `part`, this pipeline's
+        fraction of the examples.
         """
         peers, now = self._place.peers, staged.values()
         if peers is None or not (gradients or now):

@@ -16,7 +16,7 @@ from tfdist.errors import require, require_one_of
 
 SCHEDULES = ("1f1b", "gpipe", "serial")
 _AHEAD = 2
-"""Extra micro-batches in flight under 1f1b, which hide the links' time."""
+"""Extra micro-batches in flight under 1f1b, which hide the time of transfers."""
 _TOLERANCE = 0.03
 
 
@@ -33,7 +33,7 @@ def passes(kind: str, *, stage: int, stages: int, micros: int) -> list[Pass]:
     In every schedule the backward passes have the order of their micro-batches, so the sums of
     gradients have the same bits.
 
-    ``1f1b`` keeps the activations of two micro-batches more than the number of remaining stages.
+    ``1f1b`` keeps the activations of up to S + 2 micro-batches, with S stages from this stage on.
     ``gpipe`` keeps the activations of all. ``serial`` runs the micro-batches in sequence.
     """
     require_one_of("schedule", kind, SCHEDULES)

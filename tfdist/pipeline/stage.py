@@ -173,7 +173,7 @@ class Stage:
 
 
 class Segment:
-    """Computation of a stage or of a sequence of its layers. The arguments are those in `Stage`."""
+    """Computation of a stage or of a sequence of its layers. Arguments as in `Stage`."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
-from tfdist.checkpoint import state
+from tfdist.checkpoint import model_state
 from tfdist.errors import require
 from tfdist.pipeline.cuts import (
     LayerGraph,
@@ -133,7 +133,7 @@ class StagedModel:
 
     @property
     def split_size(self) -> int:
-        """Return the most examples in a micro-batch: given, measured, or the default."""
+        """Return the maximum examples in a micro-batch: given, measured, or the default."""
         given = self._place.options.split_size
         if isinstance(given, int):
             return given
@@ -232,11 +232,11 @@ class StagedModel:
         return keras.tree.pack_sequence_as(self.graph.functional._outputs_struct, outputs)
 
     def _variables(self) -> list[Any]:
-        return list(state.variables_of(self._model).values())
+        return list(model_state.variables_of(self._model).values())
 
     def _of_chief(self, variable: Any) -> Any:
         value = variable.numpy() if self._job.is_chief else None
-        return state.from_chief(self._job, value, like=variable)
+        return model_state.from_chief(self._job, value, like=variable)
 
     def _take_slots(self) -> None:
         """Receive this stage's slots from the chief, or initialize slots that the chief lacks."""
@@ -268,7 +268,7 @@ class StagedModel:
         return self.graph.behind_layers(cut)
 
     def _micros(self, batch: int) -> int:
-        """Return the most micro-batches of a pipeline in a step of `batch` examples."""
+        """Return the maximum micro-batches of a pipeline in a step of `batch` examples."""
         return -(-len(self.sizes_of(batch)) // self._place.pipelines)
 
     def _chosen_cut(self, batch: int, first_batch: FirstBatch) -> list[int]:
@@ -421,7 +421,7 @@ def _parts_of(model: keras.Model) -> list[Any]:
     """
     compiled = [getattr(model, name, None) for name in ("optimizer", "_compile_loss")]
     trainable = [weight.trainable for weight in model.weights]
-    variables = state.variables_of(model).values()
+    variables = model_state.variables_of(model).values()
     return [*compiled, keras_compat.is_fused(model), *trainable, *variables]
 
 

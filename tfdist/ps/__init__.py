@@ -4,7 +4,7 @@ Only a ps job imports this package. Every task needs the modules of the first gr
 both groups.
 
     strategy      TensorFlow's strategy over the connected workers, and the placement of variables
-    members       the connected workers (they may exit and return), and the loop of a server task
+    connections   the connected workers (they may exit and return), and the loop of a server task
     split         a variable split into parts on several servers
 
     engine        dispatches ranges of steps, runs a work unit on a worker, and

@@ -1,7 +1,7 @@
-"""Parameter server engine: the chief dispatches ranges of steps to workers.
+"""Parameter server engine: the chief dispatches work units (ranges of steps) to workers.
 
 A step is an update by a single worker. The chief sends arrays to a worker once, and the worker
-keeps them. A worker returns the metrics of its range with the result, and the chief adds them up.
+keeps them. A worker returns the metrics of its unit with the result, and the chief adds them up.
 Counts never depend on a variable that several workers write at once.
 """
 
@@ -25,8 +25,8 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist.cluster import JobOptions
 from tfdist.errors import require
+from tfdist.ps.connections import Connections
 from tfdist.ps.keras_compat import UpdateCounts
-from tfdist.ps.members import Members
 from tfdist.ps.messages import READS, function_names, outermost, read_together
 from tfdist.ps.split import parts_of
 from tfdist.ps.strategy import bytes_on_servers, log_placement
@@ -52,7 +52,7 @@ class DispatchedBlock(NamedTuple):
 
 
 class ParameterServerEngine(Engine):
-    """Engine that runs a range of steps as work units. Only the chief calls it."""
+    """Engine that runs a step block as work units. Only the chief calls it."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -70,8 +70,8 @@ class ParameterServerEngine(Engine):
     ) -> dict[str, float]:
         """Run the steps ``[first, last)`` on the live workers.
 
-        Waits until all steps are done. If the next range continues from here (`goes_on`), waits
-        only until the last work unit has started. This way no worker idles between ranges.
+        Waits until all steps are done. If the next block follows directly (`goes_on`), waits only
+        until the last work unit has started, so that no worker idles between the blocks.
         """
         if program not in self._work:
             for variable in program.metrics:  # of a new run, or of another program
@@ -202,7 +202,7 @@ class ParameterServerEngine(Engine):
             require_sums(program)
             with self._job.strategy.scope():
                 if program.training and self._clock is None:
-                    self._clock = UpdateClock(Members.of(self._job.strategy).server_devices)
+                    self._clock = UpdateClock(Connections.of(self._job.strategy).server_devices)
                 self._work[program] = Work(
                     program,
                     self._job.strategy,
@@ -221,7 +221,7 @@ class ParameterServerEngine(Engine):
 
     @staticmethod
     def lost_task(error: tf.errors.OpError, job: Job) -> str:
-        gone = Members.of(job.strategy).missing() if is_of_the_network(error) else []
+        gone = Connections.of(job.strategy).missing() if is_of_the_network(error) else []
         return str(gone[0]) if gone else ""
 
     @staticmethod

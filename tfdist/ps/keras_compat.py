@@ -1,7 +1,6 @@
 """Workarounds for Keras that only a step with parameter servers needs.
 
-They are installed with those of `tfdist.training.keras_compat` if this module is imported, which
-only a ps job does.
+`tfdist.training.keras_compat` installs them if this module is imported. Only a ps job imports it.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ def _take_sum(part: Any) -> tf.Tensor:
     return mine
 
 
-# Before the condition on finite gradients, in which Keras makes a RuntimeError of each error.
+# Runs before the condition on finite gradients, in which Keras turns each error into RuntimeError.
 @replaces(
     LossScaleOptimizer,
     "_common_apply",

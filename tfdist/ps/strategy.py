@@ -25,7 +25,7 @@ from tensorflow.python.framework import ops
 
 from tfdist.cluster import KINDS, JobOptions, TaskConfig
 from tfdist.cluster.local_only import restricting_server
-from tfdist.ps.members import Members, VersionHandshake, serve
+from tfdist.ps.connections import Connections, VersionHandshake, serve
 from tfdist.ps.split import SplitVariable, parts_of, standing_for_whole
 from tfdist.strategy import Job, rendezvous
 from tfdist.strategy.devices import server_of
@@ -39,18 +39,18 @@ def parameter_server_job(config: TaskConfig, options: JobOptions, **of_other_kin
     timeout_s = options.startup_timeout_s
     if config.task.type in ("worker", "ps"):
         serve(config, timeout_s=timeout_s)
-    # Without it a call to a dead task waits until the task restarts.
+    # Without this variable a call to a dead task waits until the task restarts.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
-    members = Members(config.cluster, min_workers=options.min_workers)
+    connections = Connections(config.cluster, min_workers=options.min_workers)
     versions = VersionHandshake(config)
     # The workers connect to this task meanwhile.
     with rendezvous.answering(config) as listener, versions.receiving_at(listener):
-        workers = members.wait(config, timeout_s=timeout_s, versions=versions)
+        workers = connections.wait(config, timeout_s=timeout_s, versions=versions)
     with rendezvous.last_resort(timeout_s=timeout_s), restricting_server(config):
         # A step runs on one device. A worker's second device would repeat the batch.
-        strategy = ElasticParameterServerStrategy(
+        strategy = ConnectedParameterServerStrategy(
             resolver(config, most_gpus=1),
-            members=members,
+            connections=connections,
             workers=workers,
             split_bytes=options.split_bytes,
         )
@@ -58,18 +58,18 @@ def parameter_server_job(config: TaskConfig, options: JobOptions, **of_other_kin
     return Job(strategy=strategy, kind=KINDS["ps"], config=config)
 
 
-class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy):
+class ConnectedParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy):
     """TensorFlow's strategy over the connected workers. The engine dispatches the work."""
 
     def __init__(
         self,
         resolver: Any,
         *,
-        members: Members,
+        connections: Connections,
         workers: Collection[int],
         split_bytes: int | None = None,
     ) -> None:
-        self.members = members
+        self.connections = connections
         self._first_workers = workers
         super().__init__(resolver)
         # TensorFlow's constructor accepts no other extension class: repeat its last lines.
@@ -80,8 +80,8 @@ class ElasticParameterServerStrategy(tf.distribute.experimental.ParameterServerS
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         # The scope also creates TensorFlow's own coordinator, which stays idle.
-        self._num_workers, self._num_ps = self.members.num_workers, self.members.num_ps
-        self.members.connect(self._first_workers)
+        self._num_workers, self._num_ps = self.connections.num_workers, self.connections.num_ps
+        self.connections.connect(self._first_workers)
 
 
 def rows_of_parts(rows: int, *, size_bytes: int, split_bytes: int, num_ps: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from tensorflow.python.eager import executor as tf_executor
 
 from tfdist import phases
 from tfdist.errors import PeerLost
-from tfdist.ps.members import Members
+from tfdist.ps.connections import Connections
 
 _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
@@ -97,8 +97,8 @@ class WorkUnit:
 class WorkerPool:
     """Worker pool with a thread per worker. A worker runs a single work unit at a time."""
 
-    def __init__(self, members: Members, *, patience_s: float) -> None:
-        self._members = members
+    def __init__(self, connections: Connections, *, patience_s: float) -> None:
+        self._connections = connections
         self._patience_s = patience_s
         self._waiting: collections.deque[WorkUnit] = collections.deque()
         self._changed = threading.Condition()
@@ -106,10 +106,10 @@ class WorkerPool:
         self._nobody_since: float | None = None
         self._held: dict[WorkerIncarnation, WorkUnit] = {}
         self._warm: set[WorkerIncarnation] = set()
-        self.shares = {i: WorkerTally() for i in range(members.num_workers)}
+        self.shares = {i: WorkerTally() for i in range(connections.num_workers)}
         self.account = Account()
         for worker in self.shares:
-            self._begin_to_serve(worker, life=1 if worker in members.connected else 0)
+            self._begin_to_serve(worker, life=1 if worker in connections.connected else 0)
         threading.Thread(target=self._watch, name="tfdist-workers", daemon=True).start()
 
     def submit(
@@ -156,7 +156,7 @@ class WorkerPool:
         """Run work units on a worker, until the pool fails or another thread serves it."""
         executor = tf_executor.new_executor(enable_async=False)
         while self._fatal is None:
-            if worker not in self._members.connected:
+            if worker not in self._connections.connected:
                 if not self._admit(worker):
                     continue
                 life += 1
@@ -165,9 +165,9 @@ class WorkerPool:
             unit = self._next_unit(incarnation)
             if unit is None:
                 return
-            if unit.losses and not self._members.answers(worker):
+            if unit.losses and not self._connections.answers(worker):
                 # This unit did not cause the death of this worker: another worker starts it.
-                self._members.lost(worker)
+                self._connections.lost(worker)
                 self._release(incarnation)
                 self._requeue(unit)
                 continue
@@ -176,14 +176,14 @@ class WorkerPool:
 
     def _admit(self, worker: int) -> bool:
         """Connect to a worker that answers again. Wait briefly and return False if it does not."""
-        if not self.shares[worker].is_left_out and self._members.admit(worker):
+        if not self.shares[worker].is_left_out and self._connections.admit(worker):
             _LOG.info("worker-%d connected", worker)
             with self._changed:
                 self._nobody_since = None
             return True
         now_s = time.monotonic()
         with self._changed:
-            if self._members.connected or not self._waiting:
+            if self._connections.connected or not self._waiting:
                 self._nobody_since = None
             else:
                 self._nobody_since = self._nobody_since or now_s
@@ -265,7 +265,7 @@ class WorkerPool:
         self, unit: WorkUnit, incarnation: WorkerIncarnation, error: tf.errors.OpError
     ) -> bool:
         """Requeue if a worker died, fail if a ps died, and return False for any other error."""
-        gone = self._members.missing()
+        gone = self._connections.missing()
         if gone:
             self._fail(PeerLost(f"lost {gone[0]}: it does not answer"))
             unit.future.set_exception(self._fatal)
@@ -273,7 +273,7 @@ class WorkerPool:
         if not is_of_the_network(error):
             return False
         reason = f"lost {incarnation.task}"
-        if self._members.answers(incarnation.worker_index):
+        if self._connections.answers(incarnation.worker_index):
             says = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
             reason = f"{incarnation.task} answers, but a work unit failed: {says}"
             share = self.shares[incarnation.worker_index]
@@ -289,7 +289,7 @@ class WorkerPool:
 
     def _lose(self, unit: WorkUnit, incarnation: WorkerIncarnation, reason: str) -> None:
         """Requeue the work unit of a worker that died or cannot run it."""
-        self._members.lost(incarnation.worker_index)
+        self._connections.lost(incarnation.worker_index)
         self.shares[incarnation.worker_index].losses += 1
         unit.losses += 1
         if unit.losses < _MAX_LOSSES:
@@ -314,8 +314,8 @@ class WorkerPool:
             time.sleep(_PROBE_EVERY_S)
             with self._changed:
                 held = list(self._held)
-            silent: list[Any] = [i for i in held if not self._members.answers(i.worker_index)]
-            silent += self._members.missing() if held else []
+            silent: list[Any] = [i for i in held if not self._connections.answers(i.worker_index)]
+            silent += self._connections.missing() if held else []
             now_s = time.monotonic()
             silent_since_s = {one: silent_since_s.get(one, now_s) for one in silent}
             for one, since_s in silent_since_s.items():
@@ -361,7 +361,7 @@ _worker_pools: weakref.WeakKeyDictionary[tf.distribute.Strategy, WorkerPool] = (
 def worker_pool_of(strategy: tf.distribute.Strategy, *, patience_s: float = 60.0) -> WorkerPool:
     """Return the worker pool of a strategy. Create it at the first call."""
     if strategy not in _worker_pools:
-        _worker_pools[strategy] = WorkerPool(Members.of(strategy), patience_s=patience_s)
+        _worker_pools[strategy] = WorkerPool(Connections.of(strategy), patience_s=patience_s)
     return _worker_pools[strategy]
 
 
@@ -381,7 +381,7 @@ class WorkerTally:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Account:
-    """Record of the training steps of one process. Each completed once. Some started again.
+    """Record of the training steps of one process. A step completes once and may start twice.
 
     `staleness` counts steps by the number of other updates between a step's read and its write.
     """

@@ -14,8 +14,8 @@ from tfdist.files import one_line_errors, write_text
 from tfdist.loopback import listen, make_server
 from tfdist.report.page import render
 from tfdist.report.pieces import NUM_COLOURS
-from tfdist.report.run import Run, names_of, newest_run, read_run, reading, runs_in
-from tfdist.report.sweep import SweepRecord, is_sweep, read_sweep, runs_of_best
+from tfdist.report.run_records import RunRecord, names_of, newest_run, read_run, reading, runs_in
+from tfdist.report.sweep_section import SweepRecord, is_sweep, read_sweep, runs_of_best
 
 _FILE = "report.html"
 
@@ -74,12 +74,12 @@ def _serve(paths: Sequence[Path], *, port: int) -> int:
     return EXIT_OK
 
 
-def _read(paths: Sequence[Path]) -> tuple[list[Run], list[SweepRecord]]:
+def _read(paths: Sequence[Path]) -> tuple[list[RunRecord], list[SweepRecord]]:
     found = [
         replace(read_sweep(path) if is_sweep(path) else read_run(path), name=name)
         for path, name in zip(paths, names_of(paths), strict=True)
     ]
-    runs = [one for one in found if isinstance(one, Run)]
+    runs = [one for one in found if isinstance(one, RunRecord)]
     return runs, [one for one in found if isinstance(one, SweepRecord)]
 
 

@@ -36,8 +36,8 @@ from tfdist.report.pieces import (
     table,
     words,
 )
-from tfdist.report.run import AttemptRecord, Run, TaskHistory, TaskSpan, moment
-from tfdist.report.sweep import SweepRecord, sweep_section
+from tfdist.report.run_records import AttemptRecord, RunRecord, TaskHistory, TaskSpan, moment
+from tfdist.report.sweep_section import SweepRecord, sweep_section
 
 STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 CROSSHAIR = Path(__file__).with_name("crosshair.js").read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ _FIRST_CHARTS = 2
 
 
 def render(
-    runs: Sequence[Run],
+    runs: Sequence[RunRecord],
     sweeps: Sequence[SweepRecord] = (),
     *,
     is_followed: bool = False,
@@ -86,13 +86,13 @@ def _hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _origin(run: Run) -> list[str]:
+def _origin(run: RunRecord) -> list[str]:
     """Return strategy, command and start of a run, without unknown ones."""
     begin = clock(run.begin) if run.begin else ""
     return [part for part in (run.strategy, str(run.job.get("command") or ""), begin) if part]
 
 
-def _contents(runs: Sequence[Run], sweeps: Sequence[SweepRecord]) -> str:
+def _contents(runs: Sequence[RunRecord], sweeps: Sequence[SweepRecord]) -> str:
     counts = [
         f"{len(some)} {name}{'s' * (len(some) > 1)}"
         for some, name in ((sweeps, "sweep"), (runs, "run"))
@@ -103,7 +103,7 @@ def _contents(runs: Sequence[Run], sweeps: Sequence[SweepRecord]) -> str:
     return f"<h1>{', '.join(counts)}</h1><nav>{''.join(links)}</nav>"
 
 
-def _comparison(runs: Sequence[Run]) -> str:
+def _comparison(runs: Sequence[RunRecord]) -> str:
     names = dict.fromkeys(name for run in runs for name in run.metric_names)
     charts = []
     for name in (f"{prefix}{name}" for name in list(names)[:3] for prefix in ("", "val_")):
@@ -116,7 +116,7 @@ def _comparison(runs: Sequence[Run]) -> str:
     return section("Side by side", content)
 
 
-def _overview(runs: Sequence[Run]) -> str:
+def _overview(runs: Sequence[RunRecord]) -> str:
     metrics = list(dict.fromkeys(name for run in runs for name in run.last_metrics))[:6]
     head = ["run", "status", "strategy", "workers", "steps", "examples/s", "time", "attempts"]
     rows = [
@@ -136,7 +136,7 @@ def _overview(runs: Sequence[Run]) -> str:
     return table([*head, *(escape(words(name)) for name in metrics)], rows, numbers=3)
 
 
-def _config_differences(runs: Sequence[Run]) -> str:
+def _config_differences(runs: Sequence[RunRecord]) -> str:
     configs = [flat(run.config) | _command(run) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     different = [k for k in keys if len({json.dumps(c.get(k)) for c in configs}) > 1][:MAX_ROWS]
@@ -145,7 +145,7 @@ def _config_differences(runs: Sequence[Run]) -> str:
     return card(f"<h3>Fields that differ</h3>{table(head, rows)}", "wide") if rows else ""
 
 
-def _command(run: Run) -> dict[str, object]:
+def _command(run: RunRecord) -> dict[str, object]:
     """Return the program's arguments and the launcher's flags that identify a run's command."""
     return {"program": " ".join(run.job.get("program", [])), **run.job.get("flags", {})}
 
@@ -153,7 +153,7 @@ def _command(run: Run) -> dict[str, object]:
 # Section of a run.
 
 
-def _run_section(run: Run, index: int) -> str:
+def _run_section(run: RunRecord, index: int) -> str:
     totals = _totals(run)
     used = [part for part in PARTS if any(parts.get(part) for parts in totals.values())]
     legend = "".join(
@@ -175,7 +175,7 @@ def _run_section(run: Run, index: int) -> str:
     )
 
 
-def _figures(run: Run) -> str:
+def _figures(run: RunRecord) -> str:
     tasks = {span.task for span in run.attempts[-1].tasks} if run.attempts else set()
     rate = run.summary.get("examples_per_second") or run.last("examples_per_second")
     known = [
@@ -191,7 +191,7 @@ def _figures(run: Run) -> str:
     return figures(known[:8])
 
 
-def _failures(run: Run) -> str:
+def _failures(run: RunRecord) -> str:
     found = [(attempt, failure) for attempt in run.attempts for failure in attempt.failures]
     content = []
     for attempt, failure in found[-MAX_ROWS:]:
@@ -208,7 +208,7 @@ def _failures(run: Run) -> str:
     return "".join(card(one, "wide") for one in content)
 
 
-def _curves(run: Run) -> str:
+def _curves(run: RunRecord) -> str:
     marks = [
         Mark(x=failure["step"], text=f"{failure['task']} failed: {failure['cause']}")
         for attempt in run.attempts
@@ -235,7 +235,7 @@ def _curves(run: Run) -> str:
     )
 
 
-def _metric_chart(run: Run, name: str, marks: Sequence[Mark]) -> str:
+def _metric_chart(run: RunRecord, name: str, marks: Sequence[Mark]) -> str:
     evaluations = [
         (float(line["step"]), float(line[key]))
         for line in run.evaluations
@@ -251,7 +251,7 @@ def _metric_chart(run: Run, name: str, marks: Sequence[Mark]) -> str:
 
 
 def _chart_by_task(
-    run: Run, title: str, points_of: Callable[[TaskHistory], Iterable[tuple[float, float]]]
+    run: RunRecord, title: str, points_of: Callable[[TaskHistory], Iterable[tuple[float, float]]]
 ) -> str:
     """Return a chart over the time of all attempts. Lines break between attempts."""
     series: dict[str, list[tuple[float, float]]] = {}
@@ -280,7 +280,7 @@ class FoldedTime:
     """Seconds that a folded gap takes."""
 
     @classmethod
-    def of(cls, run: Run) -> FoldedTime:
+    def of(cls, run: RunRecord) -> FoldedTime:
         """Fold each gap that is longer than a tenth of the attempts together, and than 10 s."""
         spans = [(a.begin, a.end) for a in run.attempts if a.begin is not None and a.end]
         active = sum(end - begin for begin, end in spans)
@@ -301,7 +301,7 @@ class FoldedTime:
         return ", without gaps between attempts" if self.gaps else ""
 
 
-def _totals(run: Run) -> dict[str, dict[str, float]]:
+def _totals(run: RunRecord) -> dict[str, dict[str, float]]:
     """Return the seconds of each task in each part. Time outside all phases is ``other``."""
     totals: dict[str, dict[str, float]] = {}
     for attempt in run.attempts:
@@ -341,7 +341,7 @@ def _time_spent(totals: dict[str, dict[str, float]], used: Sequence[str], legend
     )
 
 
-def _staleness(run: Run) -> str:
+def _staleness(run: RunRecord) -> str:
     counts = run.summary.get("staleness") or {}
     ordered = sorted(counts.items(), key=lambda item: int(item[0]))[:MAX_ROWS]
     workers = sorted((run.summary.get("worker_steps") or {}).items())
@@ -371,7 +371,7 @@ def _counts(counts: Sequence[tuple[str, int]], more: Callable[[float], str]) -> 
     return f'<div class="rows">{rows}</div>'
 
 
-def _checkpoints(run: Run) -> str:
+def _checkpoints(run: RunRecord) -> str:
     rows = [
         [
             code(one.name),
@@ -388,7 +388,7 @@ def _checkpoints(run: Run) -> str:
     return card(table(head, rows) + note) if rows else ""
 
 
-def _what_ran(run: Run) -> str:
+def _what_ran(run: RunRecord) -> str:
     job, versions = run.job, run.job.get("versions", {})
     hosts = sorted({span.host for a in run.attempts for span in a.tasks if span.host})
     facts = {
@@ -428,7 +428,7 @@ def _bar(part: str, left: float, right: float, tip: str, label: str = "") -> str
     return f'<div class="bar" style="{style}" title="{escape(tip)}">{escape(label)}</div>'
 
 
-def _timeline(run: Run, legend: str) -> str:
+def _timeline(run: RunRecord, legend: str) -> str:
     """Return the timeline of the last attempts, or an empty text if no times are known."""
     ends = [attempt.end for attempt in run.attempts if attempt.end is not None]
     if not run.begin or not ends or max(ends) <= run.begin:

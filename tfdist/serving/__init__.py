@@ -5,7 +5,7 @@ export      export of a model, a run or checkpoints as a checked and published v
 protocol    frames between front and replicas, addresses, status codes, messages without a model
 rest        conversion between TensorFlow Serving's JSON and arrays
 dispatch    the request queue of a model: assignment to replicas, and retries
-versions    the served, loading and refused versions of a model
+model_versions  the served, loading and refused versions of a model
 model       a loaded version that answers batches of requests (imports TensorFlow)
 replica     the process that runs a loaded version
 front       the process that accepts requests, and its metrics

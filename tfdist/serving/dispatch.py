@@ -17,7 +17,7 @@ from typing import Any
 from tfdist.serving.protocol import (
     Code,
     Frame,
-    Kind,
+    FrameKind,
     ModelStatus,
     RequestError,
     VersionState,
@@ -53,8 +53,8 @@ class Room:
         self._given.set()
 
 
-class Held:
-    """Memory that one request has taken from a `Room`."""
+class Reservation:
+    """Memory that one request has reserved in a `Room`."""
 
     def __init__(self, room: Room, size_bytes: int = 0) -> None:
         self._room = room
@@ -69,10 +69,10 @@ class Held:
         self._room.give(self._size_bytes - size_bytes)
         self._size_bytes = size_bytes
 
-    def move(self) -> Held:
+    def move(self) -> Reservation:
         """Move the memory to a new owner and return the new owner."""
         size_bytes, self._size_bytes = self._size_bytes, 0
-        return Held(self._room, size_bytes)
+        return Reservation(self._room, size_bytes)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -82,9 +82,9 @@ class Ticket:
     If `version` is set, no other version answers the request.
     """
 
-    kind: Kind
+    kind: FrameKind
     payload: bytes
-    held: Held
+    memory: Reservation
     deadline: float
     answer: Callable[[Outcome], None]
     version: int | None = None
@@ -94,7 +94,7 @@ class Ticket:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ReplicaLink:
-    """Front's state of a replica. `since` is when it last answered or last became busy."""
+    """Front's state of a replica. `since` is the time at which it last answered or became busy."""
 
     id: int
     send: Callable[[Frame], None]
@@ -170,7 +170,7 @@ class Dispatcher:
 
     def submit(self, ticket: Ticket) -> None:
         if self.waiting >= self._limits.requests:
-            ticket.held.shrink()
+            ticket.memory.shrink()
             self.counts["rejected"] += 1
             message = f"The queue is full: {self.waiting} requests are waiting, try again later"
             raise RequestError(Code.RESOURCE_EXHAUSTED, message)
@@ -190,7 +190,7 @@ class Dispatcher:
         link.since = self._clock()
         if frame.batch:
             self._on_batch(frame.batch)
-        error = frame.kind is Kind.ERROR
+        error = frame.kind is FrameKind.ERROR
         self._end(ticket, decode_error(frame.payload) if error else frame.payload)
         self.pump()
 
@@ -228,7 +228,7 @@ class Dispatcher:
             kept = [ticket for ticket in queue if not ticket.abandoned]
             for ticket in queue:
                 if ticket.abandoned:
-                    ticket.held.shrink()
+                    ticket.memory.shrink()
             queue.clear()
             queue.extend(kept)
 
@@ -262,7 +262,7 @@ class Dispatcher:
     def _send(self, ticket: Ticket, link: ReplicaLink) -> bool:
         """Send a request, unless its client has disconnected. Return whether it was sent."""
         if ticket.abandoned:
-            ticket.held.shrink()
+            ticket.memory.shrink()
             return False
         if ticket.version not in (None, self.status.served):
             message = f"Version {ticket.version} is no longer served"
@@ -276,7 +276,7 @@ class Dispatcher:
         return True
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:
-        ticket.held.shrink()
+        ticket.memory.shrink()
         if not ticket.abandoned:
             ticket.abandoned = True
             ticket.answer(outcome)

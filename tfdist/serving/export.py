@@ -25,6 +25,7 @@ import tensorflow as tf
 from google.protobuf import text_format
 
 from tfdist.argument_parser import load_function
+from tfdist.checkpoint.model_state import weights_sha256
 from tfdist.checkpoint.publish import saveable
 from tfdist.checkpoint.remote import (
     files_in,
@@ -35,14 +36,13 @@ from tfdist.checkpoint.remote import (
     reading_from,
 )
 from tfdist.checkpoint.saved_run import RunStore
-from tfdist.checkpoint.state import weights_sha256
 from tfdist.checkpoint.warm_start import load_model_file, loading, set_weights
 from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import JOURNAL, RETRAINED, TRIALS, best_trial
+from tfdist.serving.model_versions import find_models
 from tfdist.serving.protocol import version_number
-from tfdist.serving.versions import find_models
 from tfdist.strategy import broadcast, job_of
 from tfdist.training import keras_compat
 from tfdist.training.evaluation import predict

@@ -38,13 +38,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tfdist.launch.guardian import die_with
 from tfdist.serving import protocol
-from tfdist.serving.dispatch import Dispatcher, Held, Outcome, QueueLimits, Room, Ticket
+from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Reservation, Room, Ticket
 from tfdist.serving.protocol import (
     HTTP_STATUS,
     Code,
     Frame,
     FrameBuffer,
-    Kind,
+    FrameKind,
     RequestError,
     Target,
 )
@@ -57,7 +57,7 @@ _UNREAD_BYTES = 64 << 10  # flow-control window of a gRPC call before its messag
 _MOST_OF_AN_ERROR = 500  # gRPC: up to 12 bytes per character in a trailer of 8 KiB
 _TICKET = "tfdist.ticket"  # key of the ticket in the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
-_GRPC_KINDS = {"Predict": Kind.GRPC_PREDICT, "GetModelMetadata": Kind.GRPC_METADATA}
+_GRPC_KINDS = {"Predict": FrameKind.GRPC_PREDICT, "GetModelMetadata": FrameKind.GRPC_METADATA}
 _PAGE = (Path(__file__).parent / "page.html").read_bytes()
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -252,18 +252,18 @@ class Front:
 
     async def ask(
         self,
-        kind: Kind,
+        kind: FrameKind,
         target: Target,
         payload: bytes,
         timeout_s: float,
         *,
-        held: Held,
+        memory: Reservation,
         scope: Message | None = None,
     ) -> bytes:
-        """Return a replica's answer to a request. Take over `held`. Raise RequestError on errors.
+        """Take over `memory` and return a replica's answer to a request, or raise RequestError.
 
-        An HTTP `scope` holds the ticket until then. If the client disconnects, `Connection` answers
-        the ticket. For gRPC, the server cancels this coroutine.
+        Until then, an HTTP `scope` holds the ticket: `Connection` answers the ticket if the client
+        disconnects. For gRPC, the server cancels this coroutine.
         """
         protocol.version_of(target, self._status(target))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -276,7 +276,7 @@ class Front:
         ticket = Ticket(
             kind=kind,
             payload=payload,
-            held=held.move(),
+            memory=memory.move(),
             deadline=deadline,
             answer=answer,
             version=target.version,
@@ -313,21 +313,21 @@ class Front:
         methods = {name: handler(self._grpc(kind)) for name, kind in _GRPC_KINDS.items()}
         return grpc.method_handlers_generic_handler(_PREDICTION, methods)
 
-    def _grpc(self, kind: Kind) -> Callable[[Any, Any], Awaitable[bytes]]:
+    def _grpc(self, kind: FrameKind) -> Callable[[Any, Any], Awaitable[bytes]]:
         async def handle(_: Any, context: Any) -> bytes:
             start = time.monotonic()
             name, code, payload = "", Code.CANCELLED, b""  # defaults if the client cancels
-            held = Held(self._room)
+            memory = Reservation(self._room)
             try:
                 if self.options.token:
                     sent = dict(context.invocation_metadata() or ()).get("authorization", "")
                     self._authorize(str(sent))
-                payload = await self._message(context, held)
+                payload = await self._message(context, memory)
                 remaining_s = context.time_remaining()
                 timeout_s = self.options.timeout_s if remaining_s is None else remaining_s
                 target = protocol.parse_model_spec(payload)
                 name = target.name if target.name in self.models else ""
-                answer = await self.ask(kind, target, payload, timeout_s, held=held)
+                answer = await self.ask(kind, target, payload, timeout_s, memory=memory)
                 code = Code.OK
                 return answer
             except RequestError as error:
@@ -335,25 +335,25 @@ class Front:
                 await context.abort(grpc.StatusCode[code.name], str(error)[:_MOST_OF_AN_ERROR])
                 raise  # abort has raised
             finally:
-                held.shrink()
+                memory.shrink()
                 self._metrics.observe("grpc", name, code.name, time.monotonic() - start)
 
         return handle
 
-    async def _message(self, context: Any, held: Held) -> bytes:
+    async def _message(self, context: Any, memory: Reservation) -> bytes:
         """Return the message of a call, or raise RequestError.
 
         gRPC reports the size of a message only after it is complete. Until then, a call holds
         memory for the largest message.
         """
-        await held.grow(self.most_bytes)
+        await memory.grow(self.most_bytes)
         try:
             async with asyncio.timeout(self.options.silence_s):
                 payload = await context.read()
         except TimeoutError:
             raise self._too_slow() from None
         payload = b"" if payload is grpc.aio.EOF else bytes(payload)
-        held.shrink(len(payload))
+        memory.shrink(len(payload))
         return payload
 
     def _too_slow(self) -> RequestError:
@@ -370,7 +370,7 @@ class Front:
     ) -> None:
         start = time.monotonic()
         status, kind, target, payload = 200, b"application/json", "", None
-        held = Held(self._room)
+        memory = Reservation(self._room)
         try:
             headers = dict(scope["headers"])
             path = scope["path"]
@@ -385,24 +385,24 @@ class Front:
                 if path == "/v1/models" and scope["method"] == "GET":
                     body = json.dumps({"models": sorted(self.models)}).encode()
                 elif path in ("/metrics", "/monitoring/prometheus/metrics"):
-                    kind, body = (
-                        b"text/plain; version=0.0.4; charset=utf-8",
-                        generate_latest(self._metrics.registry),
-                    )
+                    kind = b"text/plain; version=0.0.4; charset=utf-8"
+                    body = generate_latest(self._metrics.registry)
                 else:
                     wanted, what = protocol.parse_path(scope["method"], path)
                     target = wanted.name if wanted.name in self.models else ""
-                    payload = await self._body(receive, held)
+                    payload = await self._body(receive, memory)
                     if what is None:
                         states = protocol.states_of(wanted, self._status(wanted))
                         body = protocol.status_json(states)
                     else:
                         most_s = self.options.timeout_s
-                        body = await self.ask(what, wanted, payload, most_s, held=held, scope=scope)
+                        body = await self.ask(
+                            what, wanted, payload, most_s, memory=memory, scope=scope
+                        )
         except RequestError as error:
             status, body = HTTP_STATUS.get(error.code, 500), protocol.error_body(error)
         finally:
-            held.shrink()
+            memory.shrink()
         sent = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
         if payload is None and scope["method"] == "POST":
             sent.append((b"connection", b"close"))  # the rest of the request is not read
@@ -412,8 +412,8 @@ class Front:
         await send({"type": "http.response.body", "body": body})
         self._metrics.observe("rest", target, str(status), time.monotonic() - start)
 
-    async def _body(self, receive: Callable[[], Awaitable[Message]], held: Held) -> bytes:
-        """Return the body of a request, with its memory in `held`, or raise RequestError.
+    async def _body(self, receive: Callable[[], Awaitable[Message]], memory: Reservation) -> bytes:
+        """Reserve memory for a request's body and return the body, or raise RequestError.
 
         It reads and drops a body that is too large: a client that still sends reads no answer.
         """
@@ -431,13 +431,13 @@ class Front:
                         error = RequestError(Code.INVALID_ARGUMENT, text)
                     if error is None:
                         try:
-                            await held.grow(len(part))
+                            await memory.grow(len(part))
                             parts.append(part)
                         except RequestError as full:
                             error = full
                     if error is not None:
                         parts.clear()
-                        held.shrink()
+                        memory.shrink()
         except TimeoutError:
             raise self._too_slow() from None
         if error is not None:

@@ -27,7 +27,7 @@ from tensorflow_serving.apis import (
 )
 
 from tfdist.serving import rest
-from tfdist.serving.protocol import Code, Kind, RequestError, invalid, reason_of
+from tfdist.serving.protocol import Code, FrameKind, RequestError, invalid, reason_of
 from tfdist.serving.rest import DEFAULT_SIGNATURE, TensorSpec
 
 _MOST_BYTES = 64 << 20  # size limit of an input if the request repeats one value
@@ -129,7 +129,7 @@ class ServedModel:
             log = prediction_log_pb2.PredictionLog.FromString(record)
             if log.HasField("predict_log"):
                 payload = log.predict_log.request.SerializeToString()
-                (answer,) = self.answer([(Kind.GRPC_PREDICT, payload)])
+                (answer,) = self.answer([(FrameKind.GRPC_PREDICT, payload)])
                 if isinstance(answer, RequestError):
                     raise answer
                 call = self._decode_grpc(payload)
@@ -137,7 +137,7 @@ class ServedModel:
                 for size in self._sizes if signature.batches and call.rows else ():
                     signature.call(*[np.repeat(array[:1], size, axis=0) for array in call.arrays])
 
-    def answer(self, requests: Sequence[tuple[Kind, bytes]]) -> list[bytes | RequestError]:
+    def answer(self, requests: Sequence[tuple[FrameKind, bytes]]) -> list[bytes | RequestError]:
         """Return the answers in the order of the requests. Compatible requests share a call."""
         calls = [self._decoded(kind, payload) for kind, payload in requests]
         groups: dict[object, list[tuple[int, Call]]] = {}
@@ -166,15 +166,15 @@ class ServedModel:
             batch.append((at, call))
         yield batch
 
-    def _decoded(self, kind: Kind, payload: bytes) -> Call | bytes | RequestError:
+    def _decoded(self, kind: FrameKind, payload: bytes) -> Call | bytes | RequestError:
         try:
-            if kind is Kind.REST_PREDICT:
+            if kind is FrameKind.REST_PREDICT:
                 name, inputs, row = rest.decode_predict(payload, self._specs)
                 return self._call(name, inputs, functools.partial(rest.encode_predict, row=row))
-            if kind is Kind.GRPC_PREDICT:
+            if kind is FrameKind.GRPC_PREDICT:
                 return self._decode_grpc(payload)
             metadata = self._metadata()
-            if kind is Kind.GRPC_METADATA:
+            if kind is FrameKind.GRPC_METADATA:
                 return bytes(metadata.SerializeToString())
             names = {"preserving_proto_field_name": True}
             names["always_print_fields_with_no_presence"] = True

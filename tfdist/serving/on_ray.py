@@ -21,15 +21,15 @@ from starlette.responses import Response
 
 from tfdist.errors import TfdistError
 from tfdist.serving import protocol
-from tfdist.serving.protocol import HTTP_STATUS, Kind, RequestError
-from tfdist.serving.supervisor import ServeOptions
-from tfdist.serving.versions import (
+from tfdist.serving.model_versions import (
     Model,
     directory_name,
     find_models,
     find_versions,
     require_models,
 )
+from tfdist.serving.protocol import HTTP_STATUS, FrameKind, RequestError
+from tfdist.serving.supervisor import ServeOptions
 
 if TYPE_CHECKING:
     from tfdist.serving.model import ServedModel
@@ -115,7 +115,7 @@ class RayReplica:
 
     @serve.batch(batch_wait_timeout_s=0.0)
     async def _answers(
-        self, requests: list[tuple[ServedModel, Kind, bytes]]
+        self, requests: list[tuple[ServedModel, FrameKind, bytes]]
     ) -> list[bytes | RequestError]:
         """Answer the requests that arrived during the computation of the previous batch."""
         answers: list[bytes | RequestError] = [b""] * len(requests)

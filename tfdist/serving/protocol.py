@@ -66,7 +66,7 @@ def error_body(error: RequestError) -> bytes:
     return json.dumps({"error": str(error)}).encode()
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """Content of a frame: a request (by protocol and method), an answer or an error."""
 
     REST_PREDICT = 1
@@ -90,7 +90,7 @@ class Frame:
     """
 
     id: int
-    kind: Kind
+    kind: FrameKind
     payload: bytes
     batch: int = 0
 
@@ -101,7 +101,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 def encode_error(id: int, error: RequestError) -> bytes:
     text = str(error).encode("utf-8", "replace")[:4096]
-    return encode_frame(Frame(id, Kind.ERROR, bytes([error.code]) + text))
+    return encode_frame(Frame(id, FrameKind.ERROR, bytes([error.code]) + text))
 
 
 def decode_error(payload: bytes) -> RequestError:
@@ -126,7 +126,7 @@ class FrameBuffer:
                     return
                 payload = bytes(memoryview(self._bytes)[at + _HEAD.size : end])
                 at = end
-                yield Frame(id, Kind(kind), payload, batch)
+                yield Frame(id, FrameKind(kind), payload, batch)
         finally:
             del self._bytes[:at]
 
@@ -179,7 +179,7 @@ _CALL = re.compile(f"(?i:{_MODEL}):(predict)")
 _READ = re.compile(f"(?i:{_MODEL})(?:/(metadata))?")
 
 
-def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
+def parse_path(method: str, path: str) -> tuple[Target, FrameKind | None]:
     """Return the model that an HTTP request names, and the kind of the request.
 
     The kind is `None` for a request for the versions' states. Raises RequestError for other
@@ -191,7 +191,7 @@ def parse_path(method: str, path: str) -> tuple[Target, Kind | None]:
         invalid(f"Malformed request: {method} {path}")
     name, version, what = match.groups()
     target = Target(name=name, version=None if version is None else int(version))
-    return target, Kind[f"REST_{what.upper()}"] if what else None
+    return target, FrameKind[f"REST_{what.upper()}"] if what else None
 
 
 # Messages -----------------------------------------------------------------------------------------

@@ -3,11 +3,11 @@
     python -m tfdist.serving.replica SUPERVISOR
 
 SUPERVISOR is the pid of the supervisor. The replica dies with that process. It imports TensorFlow
-and reads its order from standard input. A spare waits at this point. The order is a line of JSON
-with the version's directory, the model's name, the path of the socket, the CPU cores (empty: all)
-and the batch sizes for padding. The replica loads the version and writes `ready` or the reason of
-a failure to standard output. Then it serves one front at a time. If a front exits, the replica
-waits for the next one. A batch has the requests that arrived during the previous batch. A replica
+and reads its order from standard input. A spare process waits for its order. The order is a line of
+JSON with the version's directory, the model's name, the path of the socket, the CPU cores (empty:
+all) and the batch sizes for padding. The replica loads the version and writes `ready` or the reason
+of a failure to standard output. Then it serves one front at a time. If a front exits, the replica
+waits for the next front. A batch has the requests that arrived during the previous batch. A replica
 never waits to fill a batch.
 """
 
@@ -27,7 +27,7 @@ from tfdist.launch.guardian import die_with
 from tfdist.serving.protocol import (
     Frame,
     FrameBuffer,
-    Kind,
+    FrameKind,
     RequestError,
     encode_error,
     encode_frame,
@@ -109,7 +109,7 @@ def _received(connection: socket.socket, buffer: FrameBuffer, *, wait: bool) -> 
 def _encoded(id: int, answer: bytes | RequestError, batch: int) -> bytes:
     if isinstance(answer, RequestError):
         return encode_error(id, answer)
-    return encode_frame(Frame(id, Kind.ANSWER, answer, batch))
+    return encode_frame(Frame(id, FrameKind.ANSWER, answer, batch))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tfdist.errors import TfdistError, opening_port
 from tfdist.files import one_line_errors
 from tfdist.launch.events import STOP_SIGNALS, signal_name
 from tfdist.serving.front import FrontOptions
-from tfdist.serving.versions import (
+from tfdist.serving.model_versions import (
     Model,
     Replica,
     directory_name,

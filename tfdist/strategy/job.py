@@ -27,7 +27,7 @@ class Job:
       strategy: TensorFlow strategy of the model's variables.
       kind: Kind of the strategy, one of `KINDS`.
       config: Decoded TF_CONFIG, `None` for a single process.
-      ring: Ring or members that sum over the workers, `None` if TensorFlow's collectives do.
+      ring: Ring or members that sum over the workers, `None` if TensorFlow's collectives sum.
       stages: Place in the pipeline, `None` in other jobs.
       shards: Number of parts of each batch in an elastic job, `None` in other jobs.
       collective_timeout_s: Seconds for a step block or sum by TensorFlow's collectives, 0 for no
@@ -198,7 +198,7 @@ def _require_agreement(kind: Kind) -> None:
 # Callbacks call `int(variable)` and `float(variable)`, for example on `optimizer.learning_rate`.
 # These calls, `"%d" % variable` and `math.log(variable)` raise TypeError if the variable has a copy
 # on each replica. `f"{variable:.4f}"` raises TypeError for every Keras variable.
-# Ended by: no release, TensorFlow 2.21 and Keras 3.15.1 included.
+# Needed up to TensorFlow 2.21 and Keras 3.15.1, the newest releases.
 
 
 @functools.cache

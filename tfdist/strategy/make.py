@@ -65,10 +65,10 @@ def make_strategy(
     process after the chief exits.
 
     Args:
-      strategy: ``single``, ``mirrored``, ``multiworker``, ``ps``, ``pipeline`` or ``auto``. The
-        default ``auto`` uses TF_CONFIG, or all GPUs (else the CPU) of this machine without it.
+      strategy: ``single``, ``mirrored``, ``multiworker``, ``elastic``, ``ps``, ``pipeline`` or
+        ``auto`` (default): as in TF_CONFIG, or without it all GPUs (else the CPU) of this machine.
       devices_per_worker: Replicas on this machine (default: TF_CONFIG, else all GPUs).
-      threads: Threads of an operation. TF_NUM_INTRAOP_THREADS overrides it.
+      threads: Threads of an operation (default: TF_CONFIG), unless TF_NUM_INTRAOP_THREADS is set.
       startup_timeout_s: Seconds to wait for peers before raising (default: TF_CONFIG, else 60).
       min_workers: Workers that a ps job needs to start after `startup_timeout_s` (default:
         TF_CONFIG, else all).

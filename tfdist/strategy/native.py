@@ -4,7 +4,7 @@
 below every override: the `fit` of a user's class runs unchanged, and its `super().fit` calls the
 router. The patch replaces the code of Keras' functions and keeps the function objects, because
 `mlflow.autolog()` stores these objects.
-Ended by: no release, Keras 3.15.1 and mlflow 3.17 included.
+Needed up to Keras 3.15.1 and mlflow 3.17, the newest releases.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class PipelineOptions:
     """Options that divide a model into stages and a batch into micro-batches.
 
     Attributes:
-      split_size: Most examples in a micro-batch. `None` makes four micro-batches for each stage.
+      split_size: Maximum examples in a micro-batch. `None` makes four micro-batches per stage.
         ``auto`` tries a few sizes at the first step and uses the fastest.
       schedule: ``1f1b``, ``gpipe``, or ``serial`` (micro-batches in sequence).
       keep: ``tape`` keeps the activations of unfinished micro-batches. ``recompute`` computes them

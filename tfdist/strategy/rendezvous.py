@@ -37,8 +37,8 @@ from tfdist.errors import (
 _LOG = logging.getLogger(__name__)
 
 LATER_S = 10.0
-"""Seconds that a task waits inside TensorFlow after its peers' timeout. A peer that cannot reach
-this task times out earlier, and reports this task's address."""
+"""Additional seconds that a task waits inside TensorFlow. A peer that cannot reach this task times
+out before this task, and reports the address."""
 
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """First bytes of an HTTP/2 (and gRPC) connection. A server must answer them at once."""
@@ -172,8 +172,8 @@ def answer_until_the_end(config: TaskConfig) -> None:
 def last_resort(*, timeout_s: float) -> Iterator[None]:
     """Print the Python stacks and exit with code 1, if the block runs for over `timeout_s` seconds.
 
-    Use it for a TensorFlow call that holds Python's lock, which the timer does not need. Such a
-    call hangs if a peer dies after it answered and before TensorFlow connects to it.
+    Use it for a TensorFlow call that holds Python's lock: the timer works without the lock. The
+    call hangs if a peer dies after it answered and before TensorFlow connects to the peer.
     """
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
@@ -196,8 +196,8 @@ def waited_for(
 # Versions of TensorFlow and tfdist, compared when the tasks of a job connect.
 #
 # Tasks with different versions may work, fail with an unclear error, or hang. Under ps the chief
-# compares the versions of tasks that connect (`tfdist.ps.members`). Under multiworker every task
-# compares them when it joins the ring (`tfdist.strategy.ring`).
+# compares the versions of tasks that connect (`tfdist.ps.connections`). Under multiworker every
+# task compares them when it joins the ring (`tfdist.strategy.ring`).
 
 
 def own_versions() -> str:
@@ -233,7 +233,7 @@ def wait_for_chief_to_end(
 ) -> int:
     """Wait until the chief exits, times out, or `stop` is set. Return this task's exit code.
 
-    If `met` is set, the chief has been seen, even if every poll missed the chief.
+    `met` is set after another thread has seen the chief, which may exit between two polls.
     """
     address = config.cluster.address(config.cluster.chief_task)
     seen, last = False, time.monotonic()

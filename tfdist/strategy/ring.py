@@ -74,7 +74,7 @@ class Members(abc.ABC):
     @property
     @abc.abstractmethod
     def absent(self) -> list[int]:
-        """Tasks that are no members now."""
+        """Indices of the tasks that are not members now."""
 
     @abc.abstractmethod
     def stop(self, reason: str) -> str:
@@ -333,7 +333,7 @@ class Ring:
 
 @functools.lru_cache(maxsize=64)
 def chunks_of(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
-    """Divide arrays of these sizes into `count` chunks, as a sequence or each array `apart`."""
+    """Divide arrays of these sizes into `count` chunks: each array, or with `apart` False, all."""
     if apart:
         bounds = [_bounds(size, count) for size in sizes]
         return [

@@ -1,4 +1,4 @@
 """Training under every strategy: `fit`, `evaluate`, `predict`, and the engine below them.
 
-Importing the package loads none of its modules, so users of only the epochs load no other modules.
+The package imports none of its modules, so a program can import `epochs` without the others.
 """

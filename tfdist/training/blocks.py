@@ -23,10 +23,10 @@ from tfdist import phases
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.strategy.group import require_same_place, sum_over_tasks
-from tfdist.training.agreement import data_ended
 from tfdist.training.keras_compat import compiled
 from tfdist.training.program import Engine, StepProgram, as_number, flat_logs, with_metric_logs
 from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
+from tfdist.training.task_agreement import data_ended
 
 _BLOCK_S = 1.0
 _GROWTH = 8
@@ -63,8 +63,8 @@ class BlockLengthPolicy:
     def note(self, steps: int, *, elapsed_s: float, is_whole: bool = True) -> None:
         """Record the number of steps done in a period.
 
-        A period that is no full block also includes other blocks' steps, or lacks some steps. It
-        says little about the speed, so it is added to the next period.
+        `is_whole` is False if the period has steps of other blocks, or not all steps of its block.
+        Such a period says little about the speed, so it is added to the next period.
         """
         if steps >= self._longest:
             self._longest = steps * _GROWTH
@@ -99,7 +99,7 @@ class Decision:
 def decide(
     job: Job, mine: Decision, *, requests: StopRequests | None, of: str = "the next block of steps"
 ) -> Decision:
-    """Combine all tasks' decisions into a common decision. A collective."""
+    """Combine the tasks' decisions into one. A collective, called `of` in messages."""
     message = np.zeros(5 + len(SIGNALS))
     if job.is_chief:
         message[:3] = mine.last, mine.save, mine.learning_rate
@@ -149,8 +149,8 @@ class BlockRunner:
     def run(self, first: int, last: int, *, looked_at: bool) -> int:
         """Run the steps ``[first, last)`` and return the number of steps still running.
 
-        With `looked_at`, all steps finish first. Wrong labels and data that end too early are
-        reported in one line.
+        If `looked_at` (a callback or a save follows), wait for all steps. Wrong labels and data
+        that end too early are reported in one line.
         """
         engine, counts = self.engine, self.program.training
         # Each block renews the phase, so a long run is not mistaken for a hang.

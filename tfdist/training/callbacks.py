@@ -183,7 +183,7 @@ def counting_steps(
 ) -> Iterator[None]:
     """Set the call counter of Keras' TensorBoard to the number of steps done.
 
-    TensorBoard then follows its `update_freq`: it writes at a block's end, as the last due step.
+    If `update_freq` falls into the block, TensorBoard writes at its end, as the last due step.
     """
     boards = [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]
     done = [board._global_train_batch + last - first for board in boards]
@@ -227,7 +227,7 @@ def wants_logs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
 
 
 def steps_to_save(callback: keras.callbacks.Callback) -> int | None:
-    """Return the steps until a ModelCheckpoint that counts steps saves next, else `None`."""
+    """Return the steps to the next save of a ModelCheckpoint with `save_freq=N`, else `None`."""
     if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.save_freq == "epoch":
         return None
     return max(1, int(callback.save_freq) - int(callback._batches_seen_since_last_saving))

@@ -24,7 +24,6 @@ from tfdist.data.source import GraphSource
 from tfdist.errors import PeerLost
 from tfdist.strategy import Job, current_job
 from tfdist.strategy.group import naming_lost_peer, rows_of_all_tasks
-from tfdist.training.agreement import require_same_batches
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import compiled, sum_over_replicas
 from tfdist.training.program import (
@@ -36,6 +35,7 @@ from tfdist.training.program import (
     run_replica,
 )
 from tfdist.training.resume import require_deterministic
+from tfdist.training.task_agreement import require_same_batches
 
 _GATHER = "CollectiveGatherV2"
 

@@ -27,14 +27,14 @@ from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.rendezvous import chief_watch
 from tfdist.training import building
-from tfdist.training.agreement import require_same_weights
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide, naming_bad_data
 from tfdist.training.callbacks import callback_list, count_test_steps, wants_every_batch
 from tfdist.training.engines import joined, naming_a_lost_server
 from tfdist.training.inputs import Length, prepare
 from tfdist.training.program import Engine, engine_class, program_of
-from tfdist.training.run import by_own_method
+from tfdist.training.run_settings import by_own_method
 from tfdist.training.stop_requests import StopRequested, StopRequests
+from tfdist.training.task_agreement import require_same_weights
 
 _LOG = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5
@@ -312,8 +312,8 @@ def evaluate_checkpoints(
 ) -> NoReturn:
     """Evaluate checkpoints until the training ends, then exit: `fit` in the evaluator task.
 
-    `evaluation_in` creates the evaluation, in a job with only this task. The exit code is 0 if
-    there is a checkpoint. Otherwise it depends on the chief: 75 if no training ran.
+    `evaluation_in` creates the evaluation, for a job with only this task. The exit code is 0 if
+    the run has a checkpoint or its chief exited, and 75 if no chief started.
 
     Raises:
       Stopped: the evaluator received a stop signal.

@@ -26,14 +26,14 @@ from tfdist.data.source import GraphSource, batch_spec, lean_options, unpack
 from tfdist.data.stream import InputFunctionSource, Reading, StreamSource, read, serialized
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
-from tfdist.training.agreement import (
+from tfdist.training.epochs import EpochPlan, share_of
+from tfdist.training.task_agreement import (
     Digest,
     digest_is_due,
     digest_of,
     digests_of,
     leaves_of,
 )
-from tfdist.training.epochs import EpochPlan, share_of
 
 _AHEAD_STEPS = 2
 _THREADS = 2

@@ -22,7 +22,6 @@ from tfdist.errors import require, require_int
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.strategy.group import require_same_place
 from tfdist.training import building, inputs, kept, keras_compat, resume
-from tfdist.training.agreement import require_same_lengths
 from tfdist.training.blocks import BlockRunner, naming_bad_data
 from tfdist.training.callbacks import writes_files
 from tfdist.training.engines import naming_a_lost_server
@@ -40,8 +39,9 @@ from tfdist.training.program import (
     program_of,
     with_metric_logs,
 )
-from tfdist.training.run import by_own_method, run_of
+from tfdist.training.run_settings import by_own_method, run_of
 from tfdist.training.stop_requests import StopRequests
+from tfdist.training.task_agreement import require_same_lengths
 
 _ENDLESS_STEPS = 2**40
 
@@ -147,8 +147,8 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     saved = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
     key: Callable[[], Any] | None = None
-    # Not under other strategies: workers would fetch the seed from the chief, and peers would have
-    # to agree on what they kept.
+    # Only in one process: ps workers would fetch the seed from the chief, and peers would have to
+    # agree on the kept programs.
     if job.kind.is_one_process and seed < 2**31 and not (backups or observers or class_weight):
         data = (x, y, sample_weight, validation_data)
         sizes: tuple[Any, ...] = (batch_size, epochs, initial_epoch, steps_per_epoch, bool(shuffle))
@@ -184,7 +184,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     )
     if run.initial_weights is not None and saved is None:
         building.build(model, job, feed, slots="none")  # slots may start as copies of the weights
-        with draws_nothing():  # a resumed run does not load them
+        with draws_nothing():  # a resumed run skips this load and must draw the same
             load_weights(model, run.initial_weights, job=job)
     building.build(model, job, feed, slots="parts" if sharded else "whole")
     building.require_known_variables(model)
@@ -297,6 +297,7 @@ class StepLoop:
       data: data as for ``x`` of `tfdist.fit`, or a tuple ``(x, y)`` of arrays.
       global_batch_size: examples of a step over all replicas, or of one worker's step under ps.
       seed: seed of the example order and of random layers (default: drawn by the chief).
+      shuffle: True to shuffle in a different order in each pass (default: True).
       metrics: Keras metrics that the step updates and `results` reads (default: none).
       first_step: first step to run (default: 0).
       max_staleness: same as in `tfdist.fit`.

@@ -18,11 +18,6 @@ from tfdist.data.source import GraphSource, Source, preprocessed, spec_of_batche
 from tfdist.data.stream import InputFunctionSource, Reading, StreamSource, read
 from tfdist.errors import UsageError, require, require_int
 from tfdist.strategy import Job
-from tfdist.training.agreement import (
-    require_same_examples,
-    require_same_lengths,
-    share_random_states,
-)
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
 from tfdist.training.feed import (
     BatchFeed,
@@ -36,6 +31,11 @@ from tfdist.training.feed import (
     require_even,
 )
 from tfdist.training.program import is_own
+from tfdist.training.task_agreement import (
+    require_same_examples,
+    require_same_lengths,
+    share_random_states,
+)
 
 _LOG = logging.getLogger(__name__)
 

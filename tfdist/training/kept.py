@@ -15,11 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.strategy import Job
-from tfdist.training.agreement import digest_of
 from tfdist.training.blocks import BlockRunner
 from tfdist.training.building import compiled_parts
 from tfdist.training.loop import RunPlan
-from tfdist.training.run import Run
+from tfdist.training.run_settings import Run
+from tfdist.training.task_agreement import digest_of
 
 _NAME = "_tfdist_kept"
 _MOST_BYTES = 2**24
@@ -37,7 +37,7 @@ class Kept:
 
 
 def key_of(model: keras.Model, job: Job, run: Run, data: Any, *others: Any) -> Sequence[Any] | None:
-    """Return all that a program depends on, `None` for a fit whose program is not kept."""
+    """Return everything a program depends on, or `None` if the program of this fit is not kept."""
     settings = dataclasses.replace(run, seed=None)
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     arrays = all(isinstance(leaf, np.ndarray) for leaf in leaves)

@@ -19,13 +19,12 @@ import numpy as np
 from tfdist import phases
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
-from tfdist.checkpoint.state import own_arrays, set_own_arrays
+from tfdist.checkpoint.model_state import own_arrays, set_own_arrays
 from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.strategy.native import engine_runs
 from tfdist.training import resume
-from tfdist.training.agreement import require_same_weights
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
 from tfdist.training.building import compiled_parts, require_as_compiled
 from tfdist.training.callbacks import (
@@ -38,8 +37,9 @@ from tfdist.training.callbacks import (
 )
 from tfdist.training.metrics_file import MetricsFile, metrics_file
 from tfdist.training.program import LoopState, RunObserver
-from tfdist.training.run import Run
+from tfdist.training.run_settings import Run
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
+from tfdist.training.task_agreement import require_same_weights
 from tfdist.training.trackers import Tracker
 
 if TYPE_CHECKING:
@@ -441,7 +441,7 @@ class TrainLoop:
     ) -> NoReturn:
         """Save a checkpoint, wait until it is written, and raise `Stopped`. A collective.
 
-        If an epoch has only begun, skip the save: the end of any previous epoch is saved.
+        If `at_epoch_begin`, skip the save, because the end of the previous epoch is already saved.
         The resumed run calls the first hooks of this epoch again.
         """
         if not at_epoch_begin:

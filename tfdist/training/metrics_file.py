@@ -25,7 +25,7 @@ class MetricsFile(keras.callbacks.Callback):
     """Callback that appends a line to `metrics.jsonl` at the end of each epoch.
 
     A resumed run first removes the lines that it repeats. A later `fit` of the program continues
-    the steps, examples and epochs of the file, and its lines have its number as ``fit``.
+    the counts of steps, examples and epochs. Its lines have the field ``fit`` with its number.
 
     Args:
       directory: run directory.
@@ -68,7 +68,7 @@ class MetricsFile(keras.callbacks.Callback):
 
     @property
     def examples_per_second(self) -> float | None:
-        """Training throughput, without validation and without the first range (tracing)."""
+        """Training throughput, without validation and without the first block (tracing)."""
         return _rate(self._ranges[1:]) or _rate(self._ranges)
 
     @property

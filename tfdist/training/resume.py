@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
-from tfdist.checkpoint.state import states_of
+from tfdist.checkpoint.model_state import states_of
 from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import JobOptions
 from tfdist.data.stream import DRAWING, InputFunctionSource, StreamSource

@@ -23,7 +23,7 @@ from tfdist.strategy import Job, current_job
 from tfdist.training.evaluation import evaluate, predict
 from tfdist.training.fitting import fit
 from tfdist.training.keras_compat.trace import warn_once
-from tfdist.training.run import Run, is_on_the_way, on_the_way
+from tfdist.training.run_settings import Run, is_on_the_way, on_the_way
 
 _ENGINE: dict[str, Callable[..., Any]] = {
     "fit": fit,

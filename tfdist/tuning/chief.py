@@ -177,7 +177,7 @@ class Chief:
     ) -> tuple[str | None, int | None]:
         """Return the run directory's name for a trial, and the virtual epoch to pause it after.
 
-        Hyperband names in the values the trial that the new trial continues.
+        The values of Hyperband name the trial that the new trial continues.
         """
         whole = self._sweep.max_epochs
         if whole is None:

@@ -68,9 +68,9 @@ def require_fresh(tuner: Any) -> None:
 
 
 def require_known(tuner: Any, fit_kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError if neither `search` nor the tuner's fit has an argument."""
+    """Raise TypeError for an argument that neither `search` nor the tuner's fit accepts."""
     from tfdist.training.fitting import fit  # imported here: not every caller needs it
-    from tfdist.training.run import Run
+    from tfdist.training.run_settings import Run
 
     own = own_fit(tuner)
     signature = inspect.signature(own or fit)
@@ -173,7 +173,7 @@ def search(  # noqa: D417, PLR0913
         only affects files of KerasTuner.
 
     Raises:
-      UsageError: An argument is invalid, or trials can start on none of the hosts.
+      UsageError: An argument is invalid, or no host can start trials.
       TfdistError: Too many trials failed, or the best trial could not be trained again.
       SystemExit: The process runs a trial that is done, or the sweep was stopped by a signal.
     """
@@ -263,7 +263,7 @@ class TunerSweep(Sweep):
             "objective": oracle.objective.name,
             "direction": oracle.objective.direction,
             **{name: getattr(self.options, name) for name in names},
-            # Without a seed, the oracle draws another one at each start, and the first one counts.
+            # Without a seed, the oracle draws a seed at each start, and the sweep keeps the first.
             # Only these tuners show whether the user gave a seed.
             "seed": (tuner.seed or None) if isinstance(tuner, _TELL_THEIR_SEED) else None,
             "max_trials": oracle.max_trials,

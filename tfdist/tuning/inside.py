@@ -19,7 +19,7 @@ from keras_tuner.src.engine import tuner_utils
 from keras_tuner.src.engine.tuner_utils import SaveBestEpoch
 
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
-from tfdist.checkpoint.state import weights_sha256
+from tfdist.checkpoint.model_state import weights_sha256
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.files import one_line_errors, replacing
 from tfdist.outputs.run_directory import DONE, RunDirectory
@@ -27,7 +27,7 @@ from tfdist.strategy import barrier, current_job, is_chief, job_of, make_strateg
 from tfdist.strategy.job import remember
 from tfdist.training.fitting import fit
 from tfdist.training.routing import fits_by
-from tfdist.training.run import SETTINGS, Run, run_of
+from tfdist.training.run_settings import SETTINGS, Run, run_of
 from tfdist.tuning.oracle import PROJECT, of_epochs, own_fit, record_asked, unreported
 from tfdist.tuning.trial_job import Assignment
 

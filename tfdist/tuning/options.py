@@ -26,8 +26,8 @@ from tfdist.options import (
 DEFAULT_MAX_TRIALS = 20
 _USAGE = """usage: python -m tfdist.tune --config=FILE [--config.FIELD=VALUE ...] [flags]
 
-Searches for hyperparameters. Every trial is a job of its own. The same command again
-continues an interrupted sweep. --config.FIELD=VALUE changes a field of every trial."""
+Searches for hyperparameters. Each trial runs as a separate job. Run the same command
+again to resume an interrupted sweep. --config.FIELD=VALUE changes a field of every trial."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from tfdist.cluster import KINDS, read_environment
 from tfdist.cluster.address import parse_hosts
 from tfdist.cluster.settings import restarts
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError, require
-from tfdist.files import FileLock, Held, one_line_errors
+from tfdist.files import FileLock, LockedError, one_line_errors
 from tfdist.launch.events import SignalPipe
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.machine import Machine, this_machine
@@ -115,7 +115,7 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
     """Run or resume a sweep. Return the exit code and the sweep's state.
 
     Raises:
-      UsageError: The sweep is invalid, or trials can start on none of the hosts.
+      UsageError: The sweep is invalid, or no host can start trials.
       TfdistError: The sweep directory cannot be written.
     """
     sweep_dir = sweep.options.sweep_dir
@@ -408,7 +408,7 @@ def chief_lock(path: Path) -> Iterator[None]:
     try:
         with one_line_errors(lock.path):
             lock.acquire()
-    except Held as held:
+    except LockedError as held:
         raise UsageError(
             f"sweep directory {path}",
             f"process {held.holder} already runs this sweep",

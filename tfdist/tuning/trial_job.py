@@ -329,7 +329,7 @@ class TrialHosts:
     _why: str = ""
 
     def slots(self) -> list[Slot]:
-        """Return the slots of the open hosts: the first slot of each host, then the second ones.
+        """Return the slots of the open hosts: the first slot of each host, then each second slot.
 
         Raises UsageError if all hosts are closed for good. The user can resume the sweep later.
         """

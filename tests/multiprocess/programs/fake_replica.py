@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfdist.serving import replica
-from tfdist.serving.protocol import Code, Kind, RequestError
+from tfdist.serving.protocol import Code, FrameKind, RequestError
 
 INPUT = {"dtype": "DT_FLOAT", "tensor_shape": {"dim": [{"size": "-1"}, {"size": "2"}]}}
 SIGNATURES = {"serving_default": {"inputs": {"x": INPUT}}}
@@ -29,15 +29,15 @@ class FakeModel:
     def warm_up(self, directory: Path) -> None:
         pass
 
-    def answer(self, requests: Sequence[tuple[Kind, bytes]]) -> list[bytes | RequestError]:
+    def answer(self, requests: Sequence[tuple[FrameKind, bytes]]) -> list[bytes | RequestError]:
         return [self._one(kind, payload) for kind, payload in requests]
 
-    def _one(self, kind: Kind, payload: bytes) -> bytes | RequestError:
-        if kind is Kind.REST_METADATA:
+    def _one(self, kind: FrameKind, payload: bytes) -> bytes | RequestError:
+        if kind is FrameKind.REST_METADATA:
             return json.dumps(
                 {"metadata": {"signature_def": {"signature_def": SIGNATURES}}}
             ).encode()
-        if kind is not Kind.REST_PREDICT:
+        if kind is not FrameKind.REST_PREDICT:
             return payload
         try:
             asked = json.loads(payload)["instances"]

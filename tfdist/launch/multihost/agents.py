@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tfdist.errors import EXIT_USAGE, UsageError
 from tfdist.launch.events import Message
 from tfdist.launch.guardian import bootstrap_command
-from tfdist.launch.multihost.agreement import differences
+from tfdist.launch.multihost.host_agreement import differences
 from tfdist.launch.multihost.pipe import SILENT_S, Pipe
 
 SHELLS = {
@@ -35,7 +35,7 @@ SHELLS = {
 
 
 def shell_of(where: str, rsh: str | None) -> list[str]:
-    """Return the command of a remote shell: the user's own, or the default of `where`."""
+    """Return the command of a remote shell: `rsh` if given, else the default of `where` (--on)."""
     if rsh is None:
         return list(SHELLS[where])
     words = shlex.split(rsh)

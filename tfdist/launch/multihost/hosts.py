@@ -26,7 +26,7 @@ from tfdist.cluster import (
 from tfdist.cluster.address import expand_hosts, is_loopback, parse_hosts, shown
 from tfdist.cluster.ports import PortPool
 from tfdist.errors import UsageError, require
-from tfdist.launch.multihost import agreement, on_ray
+from tfdist.launch.multihost import host_agreement, on_ray
 from tfdist.launch.options import LaunchOptions, Program
 from tfdist.launch.plan import JobDescription
 from tfdist.launch.processes import JobProcesses
@@ -80,7 +80,7 @@ class Group:
         return tasks
 
     def cluster(self, at: Mapping[int, Sequence[str]]) -> ClusterSpec:
-        """Return the cluster of the hosts in `at`, which has the addresses of their tasks."""
+        """Return the cluster. `at` has the addresses of each host's tasks, by the host's rank."""
         tasks = self.tasks(sorted(at))
         return ClusterSpec.of(
             {
@@ -173,10 +173,10 @@ def decided_group(
 def terms(environ: Mapping[str, str], *, program: Program, program_file: str) -> dict[str, str]:
     """Return this host's versions, digests and variables that must be equal on all hosts."""
     return {
-        **agreement.versions(),
-        f"the hash of {program.name}": agreement.digest(program_file),
-        **{f"the hash of {path}": agreement.digest(path) for path in _config_files(program.args)},
-        **agreement.variables(environ),
+        **host_agreement.versions(),
+        f"the hash of {program.name}": host_agreement.digest(program_file),
+        **{f"the hash of {p}": host_agreement.digest(p) for p in _config_files(program.args)},
+        **host_agreement.variables(environ),
     }
 
 

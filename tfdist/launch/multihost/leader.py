@@ -37,7 +37,7 @@ _ANNOUNCE_S = 5.0  # before the launcher logs the missing hosts
 
 
 class Team:
-    """The hosts of a job, seen from host 0, with all processes between `begin` and `finish`."""
+    """All hosts of a job and their processes, controlled from host 0."""
 
     def __init__(
         self,

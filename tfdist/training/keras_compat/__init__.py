@@ -2,8 +2,8 @@
 
 `install` applies the replacements once. They are active only while the calling thread traces a
 tfdist step (`tracing`), so all other code in the process sees stock Keras. `REPLACEMENTS` lists
-them with their issues, and in a ps job includes those of `tfdist.ps.keras_compat`. Each has a test
-in `tests/integration/test_keras_compat.py` that fails when Keras no longer needs the replacement.
+them with their issues, and in a ps job also lists `tfdist.ps.keras_compat`. Each has a test in
+`tests/integration/test_keras_compat.py` that fails when Keras no longer needs the replacement.
 `Replacement.until` then names the release, and `install` leaves the replacement out.
 
     trace       definition of a replacement, and the state of the step that this thread is tracing

@@ -43,9 +43,9 @@ _TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow"
 # Its other rewritings made no step of a CNN, LSTM, ResNet or transformer faster by 1 % (float32 on
 # a CPU, not measured on GPUs).
 #
-# Gradients are added from the last to the first. In a normalization the last two are those of mean
-# and variance. Their order differs between a tape around a layer and the layer's backward function.
-# Added first, they round the same in the stages of a pipeline and on one device.
+# Gradients are added from the last to the first. In a normalization, the last two gradients belong
+# to mean and variance. A tape around a layer yields these two in another order than the layer's
+# backward function. Because they are added first, a pipeline and one device round the same.
 
 
 _thread = threading.local()
@@ -56,7 +56,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
     tfdist traces such a function once per program, and a process has many. TensorFlow would warn
     of this (https://github.com/tensorflow/tensorflow/issues/34025) and has no public option to
-    disable the warning for one function. Ended by: no release, TensorFlow 2.21 included.
+    disable the warning for one function. Needed up to TensorFlow 2.21, the newest release.
     Sums have a fixed order, as in `adding_in_order`.
     """
     made = tf.function(function, autograph=False)
@@ -198,8 +198,8 @@ def _has_pool(dtype: tf.DType) -> bool:
 
 # Fused kernels instead of several kernels, an option of `fit`.
 #
-# Each of Keras' kernels reads all activations, and as many kernels again compute the gradient. A
-# fused kernel reads them once. BatchNormalization uses TensorFlow's fused kernel.
+# Each of Keras' kernels reads all activations, and the gradient needs as many kernels again. A
+# fused kernel reads the activations once. BatchNormalization uses TensorFlow's fused kernel.
 # LayerNormalization and GELU use kernels compiled by XLA. One product with the matrix of weights,
 # with the bias, replaces Keras' product per example. Fused kernels round differently from Keras, so
 # they are off by default.
@@ -307,7 +307,7 @@ def _is_over_last_axis(layer: Any, inputs: tf.Tensor) -> bool:
 def _gelu_by_xla(
     original: Original, trace: StepTrace, x: Any, approximate: bool = True
 ) -> tf.Tensor:
-    """Apply GELU to float32. Large negative inputs have the absolute precision of float32 at 1.
+    """Apply GELU to float32. For large negative inputs only the absolute error is small.
 
     TensorFlow uses `erfc`, 4 times slower than `erf`, and `pow`, 20 times slower than products.
     """

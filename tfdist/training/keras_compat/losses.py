@@ -251,7 +251,7 @@ def _summing_by_the_tape(
     output_gradients: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Treat the gradient of a tensor with a loss per example as that of a sum."""
+    """Treat the gradient of a tensor with a loss per example as the gradient of the sum."""
     if output_gradients is None:
         variables = tf.nest.flatten(sources)
         if all(isinstance(v, tf.Variable | keras.Variable) for v in variables):
@@ -413,7 +413,7 @@ def _of_examples_that_count(
         raise no_sum_in_a_step()
     counts = tf.cast(tf.convert_to_tensor(trace.examples) > 0, x.dtype)
     share = tf.cast(trace.share, x.dtype)
-    # The sum over replicas needs weighted gradients. The hook weights later, so undo it after.
+    # The gradients add up over replicas: weight them before that, and undo the hook's weight.
     sums = [
         _gradient_times(
             counts * tf.reduce_sum(values, axis=axes, keepdims=True),

@@ -103,7 +103,7 @@ class MetricLogs:
 
 
 def note_source(value: Any, whole: Callable[[], Any], trace: StepTrace) -> tf.Tensor:
-    """Return the step's value of a metric as a new tensor, recorded with its whole value."""
+    """Return the step's value of a metric as a new tensor. Record it with its function `whole`."""
     found = tf.identity(value, name=_SOURCE)
     if trace.sources is not None and trace.is_in_step():
         trace.sources[found.op.name] = whole

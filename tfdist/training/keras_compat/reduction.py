@@ -237,7 +237,7 @@ def all_reduce(values: Any) -> Any:
 
     `ReplicaContext.all_reduce` is a `tf.custom_gradient`. TensorFlow keeps each custom gradient
     and the graph of its step until the process exits, which is some MiB per trace:
-    https://github.com/tensorflow/tensorflow/issues/97697. Ended by: no release, 2.21 included.
+    https://github.com/tensorflow/tensorflow/issues/97697. Needed up to 2.21, the newest release.
     """
     extended = tf.distribute.get_strategy().extended
     return extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, values)
@@ -294,7 +294,7 @@ def _own(gradient: Any, part: VariablePart) -> Any:
 
 
 def _own_elements(slices: tf.IndexedSlices, part: VariablePart) -> tf.IndexedSlices:
-    """Return this part of a row-wise gradient by elements, still sparse: dense updates differ."""
+    """Return this part of a sparse gradient, with an index per element. Dense updates differ."""
     width = math.prod(part.shape[1:])
     first_of_row = tf.cast(slices.indices, tf.int64) * width - part.first
     places = tf.reshape(first_of_row[:, None] + tf.range(width, dtype=tf.int64), [-1])

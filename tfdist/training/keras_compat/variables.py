@@ -129,7 +129,7 @@ def _local_value(original: Original, trace: StepTrace, self: Any) -> Any:
     return note_source(found, lambda: self, trace)
 
 
-# Keras adds in three operations: read, add, assign. Under ps this loses updates of others.
+# Keras adds in three operations: read, add, assign. Under ps this loses updates by other workers.
 
 
 def _where_added(value: Any, variable: Any) -> AbstractContextManager[Any]:

@@ -145,10 +145,7 @@ def _task(job: Job, index: int) -> str:
 
 
 def data_ended(feed: Feed, error: UsageError) -> UsageError:
-    """Report the end of this task's data to the other tasks, and return the error to raise.
-
-    This is `error` if the data also ended in the other tasks.
-    """
+    """Report the end of this task's data. Return the error to raise: `error` if all data ended."""
     job, count = current_job(), feed.batches_read()
     if job is None or job.ring is None or count is None:
         return error

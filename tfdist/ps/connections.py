@@ -50,7 +50,7 @@ _STEADY_S = 0.5  # time a worker must answer: a killed worker still answers brie
 _UPDATE_TIMEOUT_S = 30.0
 
 
-class Members:
+class Connections:
     """Workers that the chief of a ps job is connected to. Thread-safe."""
 
     def __init__(self, cluster: ClusterSpec, *, min_workers: int | None = None) -> None:
@@ -130,17 +130,17 @@ class Members:
         self.connected = frozenset(workers)
 
     @classmethod
-    def of(cls, strategy: tf.distribute.Strategy) -> Members:
-        """Return a strategy's members. Create them if TensorFlow connected it to all workers."""
-        members = getattr(strategy, "members", None)
-        if isinstance(members, cls):
-            return members
+    def of(cls, strategy: tf.distribute.Strategy) -> Connections:
+        """Return the connections of a strategy, also if TensorFlow connected it to all workers."""
+        connections = getattr(strategy, "connections", None)
+        if isinstance(connections, cls):
+            return connections
         tasks = strategy.cluster_resolver.cluster_spec().as_dict()
-        members = cls(ClusterSpec(**{kind: tuple(at) for kind, at in tasks.items()}))
-        members.connected = frozenset(range(members.num_workers))
+        connections = cls(ClusterSpec(**{kind: tuple(at) for kind, at in tasks.items()}))
+        connections.connected = frozenset(range(connections.num_workers))
         strategy.extended._allow_run_without_coordinator = True
-        strategy.members = members
-        return members
+        strategy.connections = connections
+        return connections
 
     def admit(self, worker: int) -> bool:
         """Connect to a worker that started or restarted. Return False if it does not answer."""
@@ -169,9 +169,9 @@ class Members:
             self.connected = self.connected - {worker}
 
     def _updated(self, definition: Any) -> bool:
-        """Give the runtime the new cluster. Return False if the call hangs or hung before.
+        """Give the runtime the new cluster. Return False if this or an earlier call hangs.
 
-        The call waits without a timeout for a worker that dies during it.
+        If a worker dies during the call, TensorFlow waits for it without a timeout.
         """
         done: Future[None] = Future()
 

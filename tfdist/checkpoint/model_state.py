@@ -1,7 +1,7 @@
 """Conversion of a model's state to arrays and back under every strategy, and its configuration.
 
 Weights and optimizer slots are the same on every replica. Metric totals differ between replicas. A
-checkpoint saves each replica's total: a sum divided later would differ in its last bit.
+checkpoint saves each replica's total, because dividing their sum could change its last bit.
 
 A resume compares the configuration of optimizer, layers and losses. It compares plain values of
 ``get_config``, lists of numbers, regularizers and constraints. It ignores settings that may change

@@ -90,7 +90,7 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RunRecord:
     """Content of a run directory. Unknown parts are empty."""
 
     path: Path
@@ -231,7 +231,7 @@ def is_running(path: Path) -> bool:
     return is_held(path / "logs" / ".lock")
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     """Return the run of a run directory.
 
     Raises:
@@ -241,7 +241,7 @@ def read_run(path: Path) -> Run:
         return _read(path)
 
 
-def _read(path: Path) -> Run:
+def _read(path: Path) -> RunRecord:
     directory = RunDirectory(path)
     report = read_json(path / REPORT_FILE) or {}
     live = read_json(path / LIVE_FILE) or {}
@@ -263,7 +263,7 @@ def _read(path: Path) -> Run:
     if live and not is_reported and (is_going or live.get("state") != "ended"):
         attempts.append(_unfinished(live, path, is_going=is_going))
     is_done = summary.get("status") == DONE and not is_going and _is_later(summary, attempts)
-    return Run(
+    return RunRecord(
         path=path,
         name=path.resolve().name,
         status="done" if is_done else _status(report, summary, is_going=is_going),

@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, Task, TaskConfig, hold_ports
-from tfdist.ps import members as members_module
-from tfdist.ps.members import Members, VersionHandshake, send_versions
+from tfdist.ps import connections as module
+from tfdist.ps.connections import Connections, VersionHandshake, send_versions
 
 DEADLINE_S = 20.0
 
@@ -26,13 +26,13 @@ def listeners():
 
 
 @pytest.fixture
-def members(listeners, monkeypatch):
-    monkeypatch.setattr(members_module, "_STEADY_S", 0.3)
-    monkeypatch.setattr(members_module, "_UPDATE_TIMEOUT_S", 4.0)
+def connections(listeners, monkeypatch):
+    monkeypatch.setattr(module, "_STEADY_S", 0.3)
+    monkeypatch.setattr(module, "_UPDATE_TIMEOUT_S", 4.0)
     definition = tf.train.ServerDef(protocol="grpc", job_name="chief")
-    monkeypatch.setattr(members_module.tf_context, "get_server_def", lambda: definition)
+    monkeypatch.setattr(module.tf_context, "get_server_def", lambda: definition)
     chief, ps, *workers = (f"127.0.0.1:{one.getsockname()[1]}" for one in listeners)
-    made = Members(ClusterSpec(chief=(chief,), ps=(ps,), worker=tuple(workers)))
+    made = Connections(ClusterSpec(chief=(chief,), ps=(ps,), worker=tuple(workers)))
     made.connected = frozenset({1})
     return made
 
@@ -47,30 +47,30 @@ def runtime(monkeypatch):
         found.begun.set()
         assert found.may_end.wait(DEADLINE_S)
 
-    monkeypatch.setattr(members_module.tf_context, "update_server_def", update)
+    monkeypatch.setattr(module.tf_context, "update_server_def", update)
     yield found
     found.may_end.set()
 
 
-def test_nobody_waits_for_a_worker_that_dies_while_another_is_connected_to(members, runtime):
+def test_nobody_waits_for_a_worker_that_dies_while_another_is_connected_to(connections, runtime):
     answered = []
-    thread = threading.Thread(target=lambda: answered.append(members.admit(0)))
+    thread = threading.Thread(target=lambda: answered.append(connections.admit(0)))
     thread.start()
     assert runtime.begun.wait(DEADLINE_S)
-    members.lost(1)
-    assert members.connected == frozenset()
+    connections.lost(1)
+    assert connections.connected == frozenset()
     assert thread.is_alive()  # it is told without a wait for the runtime
     thread.join(DEADLINE_S)
     assert answered == [False]
-    assert members.admit(1) is False  # the runtime cannot be told of anybody any more
+    assert connections.admit(1) is False  # the runtime cannot be told of anybody any more
     assert len(runtime.told) == 1
 
 
 def test_a_worker_that_is_being_killed_is_not_connected_to(
-    members, runtime, listeners, monkeypatch
+    connections, runtime, listeners, monkeypatch
 ):
     runtime.may_end.set()
-    answers = members_module.answers
+    answers = module.answers
 
     def answers_once_more(address):
         is_there = answers(address)
@@ -78,11 +78,11 @@ def test_a_worker_that_is_being_killed_is_not_connected_to(
         return is_there
 
     with monkeypatch.context() as patched:
-        patched.setattr(members_module, "answers", answers_once_more)
-        assert members.admit(0) is False
+        patched.setattr(module, "answers", answers_once_more)
+        assert connections.admit(0) is False
     assert runtime.told == []
-    assert members.admit(1) is True
-    assert members.connected == {1}
+    assert connections.admit(1) is True
+    assert connections.connected == {1}
 
 
 def test_who_speaks_to_a_server_of_tensorflow_tells_it_once_and_leaves_it_as_it_was():

@@ -25,7 +25,7 @@ from tfdist.report.pieces import (
     text,
     words,
 )
-from tfdist.report.run import Run, read_run, reading
+from tfdist.report.run_records import RunRecord, read_run, reading
 
 _MAX_TRIALS = 500
 _MAX_COLUMNS = 10
@@ -65,7 +65,7 @@ def read_sweep(path: Path) -> SweepRecord:
     return SweepRecord(path=path, name=path.resolve().name, status=status, state=state)
 
 
-def runs_of_best(sweep: SweepRecord, *, most: int) -> list[Run]:
+def runs_of_best(sweep: SweepRecord, *, most: int) -> list[RunRecord]:
     """Return the runs of the best trials, except runs that are missing or damaged.
 
     A run that several hyperband trials share is returned once.
