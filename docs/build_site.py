@@ -1,8 +1,9 @@
 """The documentation site: `make docs` writes it to build/site.
 
 The Markdown of the repository is the source, as it is read on a forge. It is copied to
-build/pages with the files that it links to, and the navigation is the order of docs/index.md. The
-generator makes the rest by docs/zensical.toml: the API reference, and the check of every link.
+build/pages with the files that it links to and the date of its last commit. The navigation is the
+order of docs/index.md. The generator makes the rest by docs/zensical.toml: the API reference, and
+the check of every link.
 """
 
 from __future__ import annotations
@@ -30,14 +31,20 @@ def main() -> int:
     """Build the site; return 1 after a warning of the generator."""
     shutil.rmtree(BUILD / "pages", ignore_errors=True)
     shutil.rmtree(SITE, ignore_errors=True)
+    dates = dates_of_files()
     for source in sorted({file for pattern in SOURCES for file in ROOT.glob(pattern)}):
         _copy(source)
+        if date := dates.get(str(source.relative_to(ROOT))):
+            page = PAGES / source.relative_to(ROOT)
+            page.write_text(f"---\nrevision_date: {date}\n---\n{page.read_text()}")
         for linked in _files_linked_by(source):
             _copy(linked)
     for file in (ROOT / "docs/style/site.css", ROOT / "docs/images/logo.svg"):
         _copy(file)
     config = (ROOT / "docs" / "zensical.toml").read_text()
     config = config.replace("nav = []", f"nav = {_as_toml(navigation())}")
+    package = (ROOT / "tfdist/__init__.py").read_text()
+    config = config.replace("VERSION", re.findall(r'__version__ = "(.+)"', package)[0])
     (BUILD / "zensical.toml").write_text(config)
     command = [Path(sys.executable).with_name("zensical"), "build", "--strict", "--clean"]
     done = subprocess.run(
@@ -50,6 +57,21 @@ def main() -> int:
     print(done.stdout, end="")
     is_wrong = any(line.startswith("griffe:") for line in done.stdout.splitlines())
     return 1 if done.returncode or is_wrong else 0
+
+
+def dates_of_files() -> dict[str, str]:
+    """Return the date of the last commit of each file, empty outside a checkout."""
+    log = subprocess.run(
+        ["git", "log", "--format=date %cs", "--name-only"], cwd=ROOT, capture_output=True, text=True
+    )
+    dates: dict[str, str] = {}
+    date = ""
+    for line in log.stdout.splitlines():
+        if line.startswith("date "):
+            date = line.removeprefix("date ")
+        elif line:
+            dates.setdefault(line, date)
+    return dates
 
 
 def _copy(file: Path) -> None:

@@ -155,26 +155,36 @@ def _code(job: subprocess.Popen[bytes], timeout_s: float) -> int | None:
             job.wait()
 
 
-def seconds_to_loss(lines: Sequence[Mapping[str, Any]], loss: float) -> float | None:
-    """Seconds of training until the mean loss of a virtual epoch was `loss`, None if it never was.
+def loss_curve(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]] | None:
+    """Return seconds of training and mean loss at each virtual epoch, None without all figures.
 
-    Between two virtual epochs on the line between them. Only training counts: the time of a
-    virtual epoch is its examples by its examples per second.
+    Only training counts: the time of a virtual epoch is its examples by its examples per second.
     """
+    curve: list[tuple[float, float]] = []
     seconds, examples = 0.0, 0
-    before: tuple[float, float] | None = None
     for line in lines:
         rate = line.get("examples_per_second")
         if not rate or line.get("loss") is None:
             return None
         seconds += (line["examples"] - examples) / rate
         examples = line["examples"]
-        if line["loss"] <= loss:
+        curve.append((seconds, line["loss"]))
+    return curve
+
+
+def seconds_to_loss(lines: Sequence[Mapping[str, Any]], loss: float) -> float | None:
+    """Return seconds of training until the mean loss of a virtual epoch was `loss`.
+
+    Between two virtual epochs on the line between them. None if the loss was not reached.
+    """
+    before: tuple[float, float] | None = None
+    for seconds, value in loss_curve(lines) or ():
+        if value <= loss:
             if before is None:
                 return seconds
             then_s, then = before
-            return then_s + (seconds - then_s) * (then - loss) / (then - line["loss"])
-        before = seconds, line["loss"]
+            return then_s + (seconds - then_s) * (then - loss) / (then - value)
+        before = seconds, value
     return None
 
 
@@ -217,6 +227,7 @@ def _row(shape: Shape, listed: Sequence[Mapping[str, Any]], loss: float) -> dict
         "examples_per_second": _spread([found["examples_per_second"] for found in listed]),
         "seconds_to_loss": _spread(to_loss),
         "last_loss": _spread([found["metrics"]["loss"] for found in listed]),
+        "loss_curves": [loss_curve(found["lines"]) for found in listed],
     }
 
 

@@ -35,6 +35,8 @@ def test_a_job_is_measured_and_its_row_and_picture_are_made(tmp_path):
     assert row["examples_per_second"]["median"] == summary["examples_per_second"] > 0
     assert row["last_loss"]["median"] <= table["loss"]
     assert row["seconds_to_loss"]["median"] > 0
+    ((*_, (seconds, loss)),) = row["loss_curves"]
+    assert (seconds > 0, loss) == (True, row["last_loss"]["median"])
     assert matplotlib.image.imread(out / "scaling.png").shape[0] == 600
     assert str(out / "scaling.png") in done.stdout
 
@@ -44,3 +46,12 @@ def test_a_job_that_fails_fails_the_measurement_with_its_last_lines(tmp_path):
     assert done.returncode == 1
     assert "2W: the job ended with code 2; its last lines" in done.stderr
     assert "did you mean 'model'?" in done.stderr
+
+
+def test_naive_and_ring_all_reduce_give_the_sum(tmp_path):
+    record = tmp_path / "record.json"
+    words = ("--tasks", "3", "--mib", "1", "--rounds", "2", "--json", record)
+    done = python("-m", "benchmarks.all_reduce", *words, cwd=ROOT, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(record.read_text())["rows"]
+    assert (row["tasks"], len(row["naive_s"]), len(row["ring_s"])) == (3, 2, 2)

@@ -421,6 +421,12 @@ def test_a_line_breaks_where_nothing_is_known_and_an_empty_one_is_no_chart():
     assert chart("x", [Series(name="a", points=[])], x_label="s") == ""
 
 
+def test_labels_of_small_values_fit_beside_a_chart():
+    svg = chart("Rate", [Series(name="a", points=[(1, 1e-3), (2, 1e-3)])], x_label="step")
+    labels = re.findall(r'tick end"[^>]*>([^<]*)<', svg)
+    assert labels == ["0", "2.5e-4", "5.0e-4", "7.5e-4", "0.001"]
+
+
 def test_every_phase_has_a_part_and_a_colour():
     assert {*PHASES, SUM} <= {phase for _, phases in PARTS.values() for phase in phases}
     assert all(f"--{part}: #" in STYLE for part in PARTS)

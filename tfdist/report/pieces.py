@@ -80,6 +80,8 @@ def _tick(value: float) -> str:
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if letter == 'k' else limit):g}{letter}"
+    if 0 < abs(value) < 1e-3:  # 0.00025 is wider than the margin
+        return f"{value:.1e}".replace("e-0", "e-")
     return f"{value:g}"
 
 
@@ -154,12 +156,10 @@ def _grid(x_of: Scale, y_of: Scale, x_label: str) -> list[str]:
     parts = []
     for value in ticks(y_of.low, y_of.high):
         y = y_of.at(value)
-        parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
-        parts.append(
-            f'<text class="tick end" x="{_LEFT - 6}" y="{y + 4:.1f}">{_tick(value)}</text>'
-        )
+        parts += [
+            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>',
+            f'<text class="tick end" x="{_LEFT - 6}" y="{y + 4:.1f}">{_tick(value)}</text>',
+        ]
     for value in ticks(x_of.low, x_of.high):
         x, y = x_of.at(value), _HEIGHT - _BOTTOM + 15
         parts.append(f'<text class="tick mid" x="{x:.1f}" y="{y:g}">{_tick(value)}</text>')
