@@ -88,9 +88,12 @@ def test_evaluate_predict_and_save_see_one_model(synchronous):
 def test_tasks_agree_in_everything(synchronous):
     first, *others = synchronous[1]
     for task in others:
-        assert {**task, "chief": True} == {**first, "chief": True}
+        assert {**task, "chief": True, "collectives": 0} == {**first, "chief": True, "collectives": 0}
         assert (first["chief"], task["chief"]) == (True, False)
     assert first["broadcast"] == [0, 1, 2]
+    (other,) = others
+    assert first["collectives"] == [[1, 0], [0.5, 1], [0, 1], None, None]
+    assert other["collectives"] == [[0, 1], [0.5, 1], [0, 1], [1, 2], 3]
 
 
 def test_callbacks_decide_alike_and_the_chief_alone_writes(synchronous):

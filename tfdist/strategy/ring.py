@@ -48,6 +48,7 @@ _HEADER = struct.Struct(f"<QI{_OF_BYTES}s")
 _NO_MORE = 2**64 - 1  # in place of a sum's number: the worker stops
 _ANSWER_S = 10.0
 _BUFFERS_A_CALL = 64
+_BLOCK_BYTES = 2**18
 _VECTOR = 32  # 512 bits of float16
 _Piece = tuple[int, int, int]  # index of an array, first element, end element
 
@@ -165,6 +166,97 @@ class Ring:
             self._agree(wholes, f"all of {of}")
             self._gather(wholes, chunks_of(tuple(sizes), self._size, apart=True))
         return wholes
+
+    def from_root(self, array: np.ndarray, root: int, *, of: str) -> None:
+        """Fill `array` with the root's elements. Each worker passes them on as they arrive."""
+        blocks, hops = _blocks(array), self._hops_from(root)
+        with self._at_sum():
+            self._agree([array], of)
+            into = blocks if hops else []
+            self._relay(into, blocks if hops < self._size - 1 else [], ahead=len(into) and 1)
+
+    def rows_from_root(self, rows: np.ndarray, root: int, *, of: str) -> np.ndarray:
+        """Return this worker's row of the root's `rows`, an array of one row for each worker.
+
+        Only the shape and the type of the other workers' `rows` count.
+        """
+        hops = self._hops_from(root)
+        with self._at_sum():
+            self._agree([rows], of)
+            if not hops:
+                ranks = [(root + far) % self._size for far in range(self._size - 1, 0, -1)]
+                out = [block for rank in ranks for block in _blocks_of_row(rows, rank)]
+                self._relay([], out, ahead=0)
+                return np.array(rows[self._rank])
+            came = np.empty((self._size - hops, *rows.shape[1:]), rows.dtype)
+            self._relay(_row_blocks(came), _row_blocks(came[:-1]), ahead=1)
+        return np.array(came[-1])
+
+    def rows_to_root(self, row: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
+        """Return the rows of all workers in the root, and `None` in the other workers."""
+        hops = self._hops_from(root) or self._size
+        with self._at_sum():
+            self._agree([row], of)
+            came = np.empty((hops, *row.shape), row.dtype)
+            came[0] = row
+            blocks = _row_blocks(came)
+            into = _row_blocks(came[1:])
+            self._relay(into, blocks if hops < self._size else [], ahead=0)
+        if hops < self._size:
+            return None
+        return came[[(root - rank) % self._size for rank in range(self._size)]]
+
+    def sum_to_root(self, array: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
+        """Return the sum over the workers in the root, and `None` in the other workers."""
+        hops = self._hops_from(root) or self._size
+        mine = np.ascontiguousarray(array).reshape(-1)
+        total = mine.copy() if hops == 1 else np.empty_like(mine)
+        step = max(1, _BLOCK_BYTES // mine.itemsize)
+
+        def add(block: int) -> None:
+            part = slice(block * step, (block + 1) * step)
+            with np.errstate(all="ignore"):  # as in `_add`
+                np.add(total[part], mine[part], out=total[part])
+
+        with self._at_sum():
+            self._agree([array], of)
+            blocks = _blocks(total, step * mine.itemsize)
+            into = blocks if hops > 1 else []
+            out = blocks if hops < self._size else []
+            self._relay(into, out, ahead=len(into) and 1, arrived=add)
+        return total.reshape(array.shape) if hops == self._size else None
+
+    def rows_of_all(self, row: np.ndarray, *, of: str) -> np.ndarray:
+        """Return the rows of all workers, in their order."""
+        rows = np.empty((self._size, *row.shape), row.dtype)
+        rows[self._rank] = row
+        with self._at_sum():
+            self._agree([row], of)
+            for hop in range(self._size - 1):
+                sent, received = ((self._rank - hop - later) % self._size for later in (0, 1))
+                self._exchange(
+                    deque(_blocks_of_row(rows, sent)), deque(_blocks_of_row(rows, received))
+                )
+        return rows
+
+    def _hops_from(self, root: int) -> int:
+        return (self._rank - root) % self._size
+
+    def _relay(
+        self,
+        into: Sequence[memoryview],
+        out: Sequence[memoryview],
+        *,
+        ahead: int,
+        arrived: Callable[[int], None] = lambda block: None,
+    ) -> None:
+        """Receive blocks while sending blocks, `ahead` blocks later."""
+        for step in range(max(len(into), len(out) + ahead if out else 0)):
+            sent = step - ahead
+            block = out[sent : sent + 1] if sent >= 0 else ()
+            self._exchange(deque(block), deque(into[step : step + 1]))
+            if step < len(into):
+                arrived(step)
 
     def part(self, size: int) -> tuple[int, int]:
         """Return the first and end index of this worker's elements in a flat array of `size`."""
@@ -329,6 +421,21 @@ class Ring:
     @property
     def _previous(self) -> str:
         return self._names[(self._rank - 1) % self._size]
+
+
+def _blocks(array: np.ndarray, size: int = 0) -> list[memoryview]:
+    """Return the bytes of a contiguous array in blocks that a worker passes on."""
+    size = size or _BLOCK_BYTES
+    data = array.reshape(-1).view(np.uint8).data
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+def _blocks_of_row(rows: np.ndarray, index: int) -> list[memoryview]:
+    return _blocks(rows[index : index + 1])
+
+
+def _row_blocks(rows: np.ndarray) -> list[memoryview]:
+    return [block for index in range(len(rows)) for block in _blocks_of_row(rows, index)]
 
 
 @functools.lru_cache(maxsize=64)
