@@ -112,6 +112,11 @@ def test_a_mean_and_text(tasks):
         assert texts.tolist() == ["ué", "bc"]
 
 
+@pytest.mark.parametrize("length", [0, 1012, 1013, 1014, 1015, 5000])
+def test_a_text_of_any_length_arrives(tasks, length):
+    assert tasks(2, lambda rank: tfdist.broadcast("x" * length * (rank == 0))) == ["x" * length] * 2
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -22,6 +22,7 @@ from tfdist.strategy import group
 from tfdist.strategy.job import Job, current_job
 from tfdist.strategy.ring import Ring
 
+_FIRST_BYTES = 1024
 _Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
 
@@ -316,8 +317,8 @@ def _rows(job: Job, array: _Array, root: int | None, *, of: str) -> _Array | Non
 
 
 def _from_root(job: Job, array: _Array, root: int, *, of: str) -> _Array:
+    """Return the root's array. Other tasks give a new array of its shape, which is filled."""
     if isinstance(job.ring, Ring):
-        array = np.array(array)
         _in_ring(job, lambda ring: ring.from_root(array, root, of=of))
         return array
     return group.sum_bytes(job, array if _is_root(job, root) else np.zeros_like(array), of=of)
@@ -353,12 +354,24 @@ def _decoded(
         return receive(job, mine, root, of=of)
 
     if job is not None:
-        mine = np.frombuffer(text.encode(), np.uint8)
-        size = int(_from_root(job, np.array([len(mine)]), root, of=of)[0])
-        if not _is_root(job, root):
-            mine = np.empty(size, np.uint8)
-        text = _from_root(job, mine, root, of=of).tobytes().decode()
+        text = _text_from_root(job, text.encode(), root, of=of)
     return json.loads(text, object_hook=decode)
+
+
+def _text_from_root(job: Job, text: bytes, root: int, *, of: str) -> str:
+    """Send a text with its size in the first message, so that a short text needs no other."""
+    message = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
+    first = np.zeros(_FIRST_BYTES, np.uint8)
+    first[: message.size] = message[:_FIRST_BYTES]
+    first = _from_root(job, first, root, of=of)
+    size = 8 + int.from_bytes(first[:8].tobytes(), "little")
+    if size <= _FIRST_BYTES:
+        return first[8:size].tobytes().decode()
+    rest = np.empty(size - _FIRST_BYTES, np.uint8)
+    if _is_root(job, root):
+        rest[:] = message[_FIRST_BYTES:]
+    rest = _from_root(job, rest, root, of=of)
+    return (first[8:].tobytes() + rest.tobytes()).decode()
 
 
 def _encoded(name: str, value: Any, arrays: list[_Array]) -> Any:
