@@ -10,8 +10,9 @@ import pytest
 import tfdist
 from tests.refusals import refusal
 from tests.unit.test_ring import at_once, ring_of, rings_end
-from tfdist.errors import UsageError
+from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy import collectives, group
+from tfdist.strategy import ring as ring_module
 
 __all__ = ["rings_end"]
 TYPES = ["float32", "float16", "bfloat16", "int64", "complex64"]
@@ -163,6 +164,36 @@ def test_one_process_is_a_job_of_one_task():
     same(tfdist.reduce(value), value)
     same(tfdist.all_gather(value), {"a": np.arange(4.0)[None]})
     same(tfdist.scatter({"a": np.arange(4.0)[None]}), value)
+
+
+def test_a_task_that_does_not_call_is_named(monkeypatch):
+    monkeypatch.setattr(ring_module, "CALL_S", 0.05)
+    monkeypatch.setattr(collectives, "CALL_S", 0.05)
+    for call in (tfdist.all_reduce, tfdist.all_gather, tfdist.broadcast):
+        ring, _ = ring_of(2)
+        job = job_of(ring, 0, 2, by_ring=True)
+        monkeypatch.setattr(collectives, "_own_job", lambda name, job=job: job)
+        with pytest.raises(PeerLost, match="worker-1 has not called this collective"):
+            call(1.0)
+
+
+def test_the_chief_runs_a_block_first(monkeypatch):
+    own, ran = threading.local(), []
+    monkeypatch.setattr(collectives, "_own_job", lambda name: own.job)
+
+    def run(ring, rank):
+        own.job = job_of(ring, rank, 2, by_ring=True)
+        with tfdist.chief_first():
+            ran.append(rank)
+
+    at_once(run, ring_of(2)[::-1], [1, 0])
+    assert ran == [0, 1]
+
+
+def test_a_block_that_fails_in_the_chief_runs_nowhere_else(monkeypatch):
+    monkeypatch.setattr(collectives, "_own_job", lambda name: types.SimpleNamespace(is_chief=True))
+    with pytest.raises(OSError, match="no network"), tfdist.chief_first():
+        raise OSError("no network")
 
 
 def test_an_elastic_job_has_no_fixed_number_of_tasks(monkeypatch):

@@ -6,10 +6,11 @@ the ring. Other jobs use TensorFlow's collectives.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -20,7 +21,7 @@ from tfdist.cluster import read_environment, resolved_kind
 from tfdist.errors import UsageError, require, require_int, require_one_of
 from tfdist.strategy import group
 from tfdist.strategy.job import Job, current_job
-from tfdist.strategy.ring import Ring
+from tfdist.strategy.ring import CALL_S, Ring
 
 _FIRST_BYTES = 1024
 _Array = np.ndarray[Any, Any]
@@ -111,7 +112,7 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     Raises:
       UsageError: another task runs another call, or has other shapes or types. A value is not a
         number. The job is elastic.
-      PeerLost: another task exited.
+      PeerLost: another task exited, or does not call for 30 minutes.
 
     Example:
       >>> tfdist.all_reduce({"loss": 0.5, "counts": np.ones(2)})  # in both of two tasks
@@ -141,7 +142,7 @@ def all_gather(value: Any) -> Any:
     Raises:
       UsageError: another task runs another call, or has other shapes or types. A value is a Python
         object. The job is elastic.
-      PeerLost: another task exited.
+      PeerLost: another task exited, or does not call for 30 minutes.
     """
     return _gathered("all_gather", value, root=None)
 
@@ -152,6 +153,26 @@ def gather(value: Any, root: int = 0) -> Any:
     A collective under multiworker. Arguments, result and errors are as in `all_gather`.
     """
     return _gathered("gather", value, root=root)
+
+
+@contextlib.contextmanager
+def chief_first() -> Iterator[None]:
+    """Run the block in the chief first, then in all other tasks. A collective.
+
+    Use it to download or prepare files once. If the block fails in the chief, the other tasks do
+    not run it.
+
+    Example:
+      >>> with tfdist.chief_first():
+      ...     path = keras.utils.get_file("data.npz", origin=url)
+    """
+    job = _own_job("chief_first")
+    is_first = job is None or job.is_chief
+    if not is_first:
+        barrier()
+    yield
+    if is_first:
+        barrier()
 
 
 def _reduced(name: str, value: Any, op: str, *, root: int | None) -> Any:
@@ -171,7 +192,7 @@ def _reduced(name: str, value: Any, op: str, *, root: int | None) -> Any:
         if root is not None:
             totals = [_sum_in_root(job, array, root, of=of) for array in arrays]
         elif isinstance(job.ring, Ring):
-            totals = _in_ring(job, lambda ring: ring.sum(*arrays, of=of))
+            totals = _in_ring(job, lambda ring: ring.sum(*arrays, of=of, within_s=CALL_S))
         else:
             totals = [_sum_by_tensorflow(job, array, of=of) for array in arrays]
         if op == "mean":

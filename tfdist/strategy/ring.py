@@ -48,6 +48,9 @@ _HEADER = struct.Struct(f"<QI{_OF_BYTES}s")
 _NO_MORE = 2**64 - 1  # in place of a sum's number: the worker stops
 _ANSWER_S = 10.0
 _BUFFERS_A_CALL = 64
+CALL_S = 1800.0
+"""Seconds to wait for a neighbour's call of a public collective, as torch.distributed does."""
+
 _BLOCK_BYTES = 2**18
 _VECTOR = 32  # 512 bits of float16
 _Piece = tuple[int, int, int]  # index of an array, first element, end element
@@ -118,18 +121,20 @@ class Ring:
             end.setblocking(False)
         close_in_children(self)
 
-    def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
+    def sum(
+        self, *arrays: np.ndarray, of: str = "", within_s: float | None = None
+    ) -> list[np.ndarray]:
         """Return the sum over the workers of each array, as new arrays of the same shape and type.
 
         `of` describes the sum, with the same text in every worker. It distinguishes sums of equal
         shapes.
 
-        Raises ConnectionError if a neighbour has exited or runs another sum. Raises RuntimeError
-        if another thread of this worker runs a sum.
+        Raises ConnectionError if a neighbour has exited, runs another sum, or runs none `within_s`
+        seconds. Raises RuntimeError if another thread of this worker runs a sum.
         """
         chunks = chunks_of(tuple(array.size for array in arrays), self._size, apart=False)
         with self._at_sum():
-            self._agree(arrays, of)
+            self._agree(arrays, of, within_s=within_s)
             sums = self._scatter(arrays, chunks)
             self._gather(sums, chunks)
         return [total.reshape(array.shape) for total, array in zip(sums, arrays, strict=True)]
@@ -171,7 +176,7 @@ class Ring:
         """Fill `array` with the root's elements. Each worker passes them on as they arrive."""
         blocks, hops = _blocks(array), self._hops_from(root)
         with self._at_sum():
-            self._agree([array], of)
+            self._agree([array], of, within_s=CALL_S)
             into = blocks if hops else []
             self._relay(into, blocks if hops < self._size - 1 else [], ahead=len(into) and 1)
 
@@ -182,7 +187,7 @@ class Ring:
         """
         hops = self._hops_from(root)
         with self._at_sum():
-            self._agree([rows], of)
+            self._agree([rows], of, within_s=CALL_S)
             if not hops:
                 ranks = [(root + far) % self._size for far in range(self._size - 1, 0, -1)]
                 out = [block for rank in ranks for block in _blocks_of_row(rows, rank)]
@@ -196,7 +201,7 @@ class Ring:
         """Return the rows of all workers in the root, and `None` in the other workers."""
         hops = self._hops_from(root) or self._size
         with self._at_sum():
-            self._agree([row], of)
+            self._agree([row], of, within_s=CALL_S)
             came = np.empty((hops, *row.shape), row.dtype)
             came[0] = row
             blocks = _row_blocks(came)
@@ -219,7 +224,7 @@ class Ring:
                 np.add(total[part], mine[part], out=total[part])
 
         with self._at_sum():
-            self._agree([array], of)
+            self._agree([array], of, within_s=CALL_S)
             blocks = _blocks(total, step * mine.itemsize)
             into = blocks if hops > 1 else []
             out = blocks if hops < self._size else []
@@ -231,7 +236,7 @@ class Ring:
         rows = np.empty((self._size, *row.shape), row.dtype)
         rows[self._rank] = row
         with self._at_sum():
-            self._agree([row], of)
+            self._agree([row], of, within_s=CALL_S)
             for hop in range(self._size - 1):
                 sent, received = ((self._rank - hop - later) % self._size for later in (0, 1))
                 self._exchange(
@@ -330,13 +335,15 @@ class Ring:
             out = views_of(sums, chunks[(self._rank + 1 - hop) % self._size])
             self._exchange(out, views_of(sums, chunks[(self._rank - hop) % self._size]))
 
-    def _agree(self, arrays: Sequence[np.ndarray], of: str) -> None:
+    def _agree(
+        self, arrays: Sequence[np.ndarray], of: str, *, within_s: float | None = None
+    ) -> None:
         """Raise ConnectionError if the previous worker runs another sum."""
         what = f"{of} {[(array.dtype.name, array.shape) for array in arrays]}".encode()
         header = _HEADER.pack(self._sums, zlib.crc32(what), what[:_OF_BYTES])
         self._sums += 1
         theirs = bytearray(_HEADER.size)
-        self._exchange(deque([memoryview(header)]), deque([memoryview(theirs)]))
+        self._exchange(deque([memoryview(header)]), deque([memoryview(theirs)]), within_s=within_s)
         if _HEADER.unpack(theirs)[0] == _NO_MORE:
             self.stopped = _in_words(theirs)
             raise ConnectionError(f"{self._previous} stopped: {self.stopped}")
@@ -368,13 +375,24 @@ class Ring:
                 theirs = np.frombuffer(data, mine[index].dtype)
                 np.add(theirs, mine[index][start:stop], out=sums[index][start:stop])
 
-    def _exchange(self, out: deque[memoryview], into: deque[memoryview]) -> None:
-        """Send `out` to the next worker, and fill `into` from the previous worker."""
+    def _exchange(
+        self,
+        out: deque[memoryview],
+        into: deque[memoryview],
+        *,
+        within_s: float | None = None,
+    ) -> None:
+        """Send `out` to the next worker, and fill `into` from the previous worker.
+
+        Raise ConnectionError if nothing moves for `within_s` seconds.
+        """
         while out or into:
             moved = bool(out) and self._send(out)
             moved |= bool(into) and self._receive(into)
-            if not moved:
-                self._wait(out, into)
+            if not moved and not self._wait(out, into, within_s):
+                raise ConnectionError(
+                    f"{self._previous} has not called this collective for {within_s:g} s"
+                )
 
     def _send(self, out: deque[memoryview]) -> bool:
         try:
@@ -401,13 +419,15 @@ class Ring:
         remove_first(into, received)
         return True
 
-    def _wait(self, out: deque[memoryview], into: deque[memoryview]) -> None:
+    def _wait(
+        self, out: deque[memoryview], into: deque[memoryview], within_s: float | None
+    ) -> bool:
         poll = select.poll()
         if out:
             poll.register(self._to_next, select.POLLOUT)
         if into:
             poll.register(self._from_previous, select.POLLIN)
-        poll.poll()
+        return bool(poll.poll(None if within_s is None else within_s * 1000))
 
     @property
     def previous_name(self) -> str:
