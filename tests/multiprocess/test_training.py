@@ -91,9 +91,11 @@ def test_tasks_agree_in_everything(synchronous):
         assert {**task, "chief": True, "collectives": 0} == {**first, "chief": True, "collectives": 0}
         assert (first["chief"], task["chief"]) == (True, False)
     assert first["broadcast"] == [0, 1, 2]
-    (other,) = others
-    assert first["collectives"] == [[1, 0], [0.5, 1], [0, 1], None, None]
-    assert other["collectives"] == [[0, 1], [0.5, 1], [0, 1], [1, 2], 3]
+    for index, task in enumerate([first, *others]):
+        scattered, *in_all, gathered, total = task["collectives"]
+        assert scattered == np.eye(3)[index].tolist()
+        assert in_all == [[1.0, 1.0], [0, 1, 2]]
+        assert (gathered, total) == (([1, 2, 3], 6) if index == 1 else (None, None))
 
 
 def test_callbacks_decide_alike_and_the_chief_alone_writes(synchronous):

@@ -113,7 +113,7 @@ def group():
     told = tfdist.broadcast({"from": sys.argv, "array": np.arange(3)})
     SEEN["broadcast"] = told["array"].tolist()
     index = strategy.cluster_resolver.task_id
-    rows = {"rows": np.eye(2)} if index else None
+    rows = {"rows": np.eye(3)} if index == 1 else None
     SEEN["collectives"] = [
         tfdist.scatter(rows, root=1)["rows"].tolist(),
         tfdist.all_reduce(np.array([index, 1.0]), "mean").tolist(),
