@@ -14,8 +14,14 @@ __version__ = "0.3.0"
 _HOME_OF = {
     "make_strategy": "tfdist.strategy",
     "is_chief": "tfdist.strategy",
+    "all_gather": "tfdist.strategy",
+    "all_reduce": "tfdist.strategy",
     "barrier": "tfdist.strategy",
     "broadcast": "tfdist.strategy",
+    "chief_first": "tfdist.strategy",
+    "gather": "tfdist.strategy",
+    "reduce": "tfdist.strategy",
+    "scatter": "tfdist.strategy",
     "on_chief": "tfdist.strategy",
     "run_dir": "tfdist.strategy",
     "fit": "tfdist.training.fitting",
@@ -64,7 +70,20 @@ if TYPE_CHECKING:
     from tfdist.find.learning_rate import find_learning_rate
     from tfdist.launch.spawn import spawn
     from tfdist.serving.export import export_model
-    from tfdist.strategy import barrier, broadcast, is_chief, make_strategy, on_chief, run_dir
+    from tfdist.strategy import (
+        all_gather,
+        all_reduce,
+        barrier,
+        broadcast,
+        chief_first,
+        gather,
+        is_chief,
+        make_strategy,
+        on_chief,
+        reduce,
+        run_dir,
+        scatter,
+    )
     from tfdist.strategy.pipeline_setup import PipelineOptions
     from tfdist.training.epochs import VirtualEpochs
     from tfdist.training.evaluation import Evaluator, evaluate, predict
@@ -87,8 +106,11 @@ __all__ = [
     "UsageError",
     "VirtualEpochs",
     "__version__",
+    "all_gather",
+    "all_reduce",
     "barrier",
     "broadcast",
+    "chief_first",
     "data",
     "errors",
     "evaluate",
@@ -96,12 +118,15 @@ __all__ = [
     "find_batch_size",
     "find_learning_rate",
     "fit",
+    "gather",
     "is_chief",
     "load_weights",
     "make_strategy",
     "on_chief",
     "predict",
+    "reduce",
     "run_dir",
+    "scatter",
     "spawn",
     "tuning",
 ]

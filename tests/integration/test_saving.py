@@ -367,24 +367,6 @@ def worker(*, is_chief):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "bool"])
-def test_what_the_chief_tells_comes_in_its_type(dtype, monkeypatch):
-    """As the weights that a callback keeps."""
-    arrays = {"matrix": np.arange(9).reshape(3, 3).astype(dtype), "number": np.ones([], dtype)}
-    told, sums = {"step": 3, "arrays": arrays, "none": np.zeros((0, 2), dtype)}, []
-    monkeypatch.setattr(group, "sum_over_tasks", lambda _, mine, of: sums.append(mine + 0) or mine)
-    monkeypatch.setattr(group, "_own_job", lambda _: worker(is_chief=True))
-    group.broadcast(told)
-    monkeypatch.setattr(group, "sum_over_tasks", lambda _, mine, of: mine + sums.pop(0))
-    monkeypatch.setattr(group, "_own_job", lambda _: worker(is_chief=False))
-    came = group.broadcast()
-    assert came.keys() == told.keys()
-    assert (came["step"], came["none"].shape) == (3, (0, 2))
-    for name, array in arrays.items():
-        assert came["arrays"][name].dtype == array.dtype
-        np.testing.assert_array_equal(came["arrays"][name], array)
-
-
 def test_an_array_on_its_way_to_the_others_takes_its_memory_once_more(monkeypatch):
     monkeypatch.setattr(group, "sum_over_tasks", lambda _, mine, of: mine.copy())
     monkeypatch.setattr(group, "_PIECE_WORDS", 2**10)

@@ -88,9 +88,14 @@ def test_evaluate_predict_and_save_see_one_model(synchronous):
 def test_tasks_agree_in_everything(synchronous):
     first, *others = synchronous[1]
     for task in others:
-        assert {**task, "chief": True} == {**first, "chief": True}
+        assert {**task, "chief": True, "collectives": 0} == {**first, "chief": True, "collectives": 0}
         assert (first["chief"], task["chief"]) == (True, False)
     assert first["broadcast"] == [0, 1, 2]
+    for index, task in enumerate([first, *others]):
+        scattered, *in_all, gathered, total = task["collectives"]
+        assert scattered == np.eye(3)[index].tolist()
+        assert in_all == [[1.0, 1.0], [0, 1, 2]]
+        assert (gathered, total) == (([1, 2, 3], 6) if index == 1 else (None, None))
 
 
 def test_callbacks_decide_alike_and_the_chief_alone_writes(synchronous):

@@ -1,11 +1,10 @@
-"""Communication between a job's tasks: barrier, broadcast, sums and variable values."""
+"""Communication between a job's tasks: sums, rows and variable values."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
 import re
@@ -20,8 +19,8 @@ from tensorflow.python.eager.context import context
 from tensorflow.python.trackable.base import CheckpointInitialValue
 
 from tfdist import phases
-from tfdist.cluster import read_environment, resolved_kind
-from tfdist.errors import PeerLost, UsageError, require
+from tfdist.cluster import read_environment
+from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy.job import Job, current_job
 from tfdist.strategy.ring import Members, Ring
 
@@ -46,51 +45,6 @@ def is_chief() -> bool:
     if config is None or not config.cluster.tasks():
         return True
     return config.task == config.cluster.chief_task
-
-
-def barrier() -> None:
-    """Block until every training task has called `barrier`. A collective under multiworker.
-
-    Raises:
-      UsageError: the task of a multiworker or pipeline job has not called `make_strategy` yet.
-    """
-    job = _own_job("barrier")
-    if job is not None:
-        sum_over_tasks(job, np.zeros(1), of="a barrier")
-
-
-def broadcast(value: Any = None) -> Any:
-    """Return the chief's `value` in every task. A collective under multiworker.
-
-    Args:
-      value: JSON value, which may contain NumPy arrays. Only the chief's value is used. Tuples
-        arrive as lists.
-
-    Raises:
-      UsageError: the value is not JSON (for example a dict with integer keys), or the task has
-        not called `make_strategy` yet.
-    """
-    job, payload = _own_job("broadcast"), b""
-    arrays: list[np.ndarray[Any, Any]] = []
-    if job is None or job.is_chief:  # check in a single process, too
-        payload = json.dumps(_encoded(value, arrays)).encode()
-    if job is None or not job.kind.has_collectives:
-        return value
-    return _broadcast(job, payload, arrays)
-
-
-def _own_job(collective: str) -> Job | None:
-    """Return the job of this process, `None` in a single process."""
-    job = current_job()
-    config = read_environment(os.environ) if job is None else None
-    if config is not None and resolved_kind(config).has_collectives:
-        raise UsageError(
-            collective,
-            f"{config.task} runs a collective before make_strategy has connected the tasks",
-            fix="call tfdist.make_strategy() first",
-            code="no-strategy",
-        )
-    return job
 
 
 def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
@@ -284,55 +238,6 @@ def _summer(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor
         return strategy.experimental_local_results(strategy.run(in_replica))[0]
 
     return total
-
-
-def _broadcast(job: Job, payload: bytes, arrays: list[np.ndarray[Any, Any]]) -> Any:
-    """Send the JSON text, then each array with its own type."""
-
-    def decode(found: dict[str, Any]) -> Any:
-        if "__array__" not in found:
-            return found
-        dtype, shape = found["__array__"]
-        mine = arrays.pop(0) if job.is_chief else np.zeros(shape, np.dtype(dtype))
-        return sum_bytes(job, mine, of="an array of the chief's")
-
-    size = np.array([float(len(payload))])
-    length = int(sum_over_tasks(job, size, of="the size of a value of the chief")[0])
-    text = np.frombuffer(payload, np.uint8) if job.is_chief else np.zeros(length, np.uint8)
-    message = sum_bytes(job, text, of="a value of the chief")
-    return json.loads(message.tobytes(), object_hook=decode)
-
-
-def _encoded(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:
-    """Return the value in JSON form, and append its arrays to `arrays` in their order."""
-    if isinstance(value, dict):
-        for key in value:
-            require(
-                isinstance(key, str),
-                "broadcast",
-                f"the key {key!r} of a dict is not text",
-                fix="send a list of pairs, and build the dict from the list",
-                code="broadcast-key",
-            )
-        return {key: _encoded(item, arrays) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_encoded(item, arrays) for item in value]
-    if isinstance(value, str | int | float | None):
-        return value
-    array = np.asarray(value)
-    require(
-        not (array.dtype == object or array.dtype.names or isinstance(value, bytes)),
-        "broadcast",
-        f"tfdist cannot send a {type(value).__name__}{' with fields' * bool(array.dtype.names)}",
-        fix="send its content as numbers, text, lists, dicts and arrays of numbers or text",
-        code="broadcast-value",
-    )
-    if isinstance(value, np.generic):
-        return value.item()
-    arrays.append(array)
-    # NumPy sees bfloat16 and similar types as raw bytes, so send the type's name.
-    dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
-    return {"__array__": [dtype, array.shape]}
 
 
 # Parts of variables. Each worker keeps only a range of a variable's flat elements.

@@ -48,6 +48,10 @@ _HEADER = struct.Struct(f"<QI{_OF_BYTES}s")
 _NO_MORE = 2**64 - 1  # in place of a sum's number: the worker stops
 _ANSWER_S = 10.0
 _BUFFERS_A_CALL = 64
+CALL_S = 1800.0
+"""Seconds to wait for a neighbour's call of a public collective, as torch.distributed does."""
+
+_BLOCK_BYTES = 2**18
 _VECTOR = 32  # 512 bits of float16
 _Piece = tuple[int, int, int]  # index of an array, first element, end element
 
@@ -117,18 +121,20 @@ class Ring:
             end.setblocking(False)
         close_in_children(self)
 
-    def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
+    def sum(
+        self, *arrays: np.ndarray, of: str = "", within_s: float | None = None
+    ) -> list[np.ndarray]:
         """Return the sum over the workers of each array, as new arrays of the same shape and type.
 
         `of` describes the sum, with the same text in every worker. It distinguishes sums of equal
         shapes.
 
-        Raises ConnectionError if a neighbour has exited or runs another sum. Raises RuntimeError
-        if another thread of this worker runs a sum.
+        Raises ConnectionError if a neighbour has exited, runs another sum, or runs none `within_s`
+        seconds. Raises RuntimeError if another thread of this worker runs a sum.
         """
         chunks = chunks_of(tuple(array.size for array in arrays), self._size, apart=False)
         with self._at_sum():
-            self._agree(arrays, of)
+            self._agree(arrays, of, within_s=within_s)
             sums = self._scatter(arrays, chunks)
             self._gather(sums, chunks)
         return [total.reshape(array.shape) for total, array in zip(sums, arrays, strict=True)]
@@ -165,6 +171,97 @@ class Ring:
             self._agree(wholes, f"all of {of}")
             self._gather(wholes, chunks_of(tuple(sizes), self._size, apart=True))
         return wholes
+
+    def from_root(self, array: np.ndarray, root: int, *, of: str) -> None:
+        """Fill `array` with the root's elements. Each worker passes them on as they arrive."""
+        blocks, hops = _blocks(array), self._hops_from(root)
+        with self._at_sum():
+            self._agree([array], of, within_s=CALL_S)
+            into = blocks if hops else []
+            self._relay(into, blocks if hops < self._size - 1 else [], ahead=len(into) and 1)
+
+    def rows_from_root(self, rows: np.ndarray, root: int, *, of: str) -> np.ndarray:
+        """Return this worker's row of the root's `rows`, an array of one row for each worker.
+
+        Only the shape and the type of the other workers' `rows` count.
+        """
+        hops = self._hops_from(root)
+        with self._at_sum():
+            self._agree([rows], of, within_s=CALL_S)
+            if not hops:
+                ranks = [(root + far) % self._size for far in range(self._size - 1, 0, -1)]
+                out = [block for rank in ranks for block in _blocks_of_row(rows, rank)]
+                self._relay([], out, ahead=0)
+                return np.array(rows[self._rank])
+            came = np.empty((self._size - hops, *rows.shape[1:]), rows.dtype)
+            self._relay(_row_blocks(came), _row_blocks(came[:-1]), ahead=1)
+        return np.array(came[-1])
+
+    def rows_to_root(self, row: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
+        """Return the rows of all workers in the root, and `None` in the other workers."""
+        hops = self._hops_from(root) or self._size
+        with self._at_sum():
+            self._agree([row], of, within_s=CALL_S)
+            came = np.empty((hops, *row.shape), row.dtype)
+            came[0] = row
+            blocks = _row_blocks(came)
+            into = _row_blocks(came[1:])
+            self._relay(into, blocks if hops < self._size else [], ahead=0)
+        if hops < self._size:
+            return None
+        return came[[(root - rank) % self._size for rank in range(self._size)]]
+
+    def sum_to_root(self, array: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
+        """Return the sum over the workers in the root, and `None` in the other workers."""
+        hops = self._hops_from(root) or self._size
+        mine = np.ascontiguousarray(array).reshape(-1)
+        total = mine.copy() if hops == 1 else np.empty_like(mine)
+        step = max(1, _BLOCK_BYTES // mine.itemsize)
+
+        def add(block: int) -> None:
+            part = slice(block * step, (block + 1) * step)
+            with np.errstate(all="ignore"):  # as in `_add`
+                np.add(total[part], mine[part], out=total[part])
+
+        with self._at_sum():
+            self._agree([array], of, within_s=CALL_S)
+            blocks = _blocks(total, step * mine.itemsize)
+            into = blocks if hops > 1 else []
+            out = blocks if hops < self._size else []
+            self._relay(into, out, ahead=len(into) and 1, arrived=add)
+        return total.reshape(array.shape) if hops == self._size else None
+
+    def rows_of_all(self, row: np.ndarray, *, of: str) -> np.ndarray:
+        """Return the rows of all workers, in their order."""
+        rows = np.empty((self._size, *row.shape), row.dtype)
+        rows[self._rank] = row
+        with self._at_sum():
+            self._agree([row], of, within_s=CALL_S)
+            for hop in range(self._size - 1):
+                sent, received = ((self._rank - hop - later) % self._size for later in (0, 1))
+                self._exchange(
+                    deque(_blocks_of_row(rows, sent)), deque(_blocks_of_row(rows, received))
+                )
+        return rows
+
+    def _hops_from(self, root: int) -> int:
+        return (self._rank - root) % self._size
+
+    def _relay(
+        self,
+        into: Sequence[memoryview],
+        out: Sequence[memoryview],
+        *,
+        ahead: int,
+        arrived: Callable[[int], None] = lambda block: None,
+    ) -> None:
+        """Receive blocks while sending blocks, `ahead` blocks later."""
+        for step in range(max(len(into), len(out) + ahead if out else 0)):
+            sent = step - ahead
+            block = out[sent : sent + 1] if sent >= 0 else ()
+            self._exchange(deque(block), deque(into[step : step + 1]))
+            if step < len(into):
+                arrived(step)
 
     def part(self, size: int) -> tuple[int, int]:
         """Return the first and end index of this worker's elements in a flat array of `size`."""
@@ -238,13 +335,15 @@ class Ring:
             out = views_of(sums, chunks[(self._rank + 1 - hop) % self._size])
             self._exchange(out, views_of(sums, chunks[(self._rank - hop) % self._size]))
 
-    def _agree(self, arrays: Sequence[np.ndarray], of: str) -> None:
+    def _agree(
+        self, arrays: Sequence[np.ndarray], of: str, *, within_s: float | None = None
+    ) -> None:
         """Raise ConnectionError if the previous worker runs another sum."""
         what = f"{of} {[(array.dtype.name, array.shape) for array in arrays]}".encode()
         header = _HEADER.pack(self._sums, zlib.crc32(what), what[:_OF_BYTES])
         self._sums += 1
         theirs = bytearray(_HEADER.size)
-        self._exchange(deque([memoryview(header)]), deque([memoryview(theirs)]))
+        self._exchange(deque([memoryview(header)]), deque([memoryview(theirs)]), within_s=within_s)
         if _HEADER.unpack(theirs)[0] == _NO_MORE:
             self.stopped = _in_words(theirs)
             raise ConnectionError(f"{self._previous} stopped: {self.stopped}")
@@ -276,13 +375,24 @@ class Ring:
                 theirs = np.frombuffer(data, mine[index].dtype)
                 np.add(theirs, mine[index][start:stop], out=sums[index][start:stop])
 
-    def _exchange(self, out: deque[memoryview], into: deque[memoryview]) -> None:
-        """Send `out` to the next worker, and fill `into` from the previous worker."""
+    def _exchange(
+        self,
+        out: deque[memoryview],
+        into: deque[memoryview],
+        *,
+        within_s: float | None = None,
+    ) -> None:
+        """Send `out` to the next worker, and fill `into` from the previous worker.
+
+        Raise ConnectionError if nothing moves for `within_s` seconds.
+        """
         while out or into:
             moved = bool(out) and self._send(out)
             moved |= bool(into) and self._receive(into)
-            if not moved:
-                self._wait(out, into)
+            if not moved and not self._wait(out, into, within_s):
+                raise ConnectionError(
+                    f"{self._previous} has not called this collective for {within_s:g} s"
+                )
 
     def _send(self, out: deque[memoryview]) -> bool:
         try:
@@ -309,13 +419,15 @@ class Ring:
         remove_first(into, received)
         return True
 
-    def _wait(self, out: deque[memoryview], into: deque[memoryview]) -> None:
+    def _wait(
+        self, out: deque[memoryview], into: deque[memoryview], within_s: float | None
+    ) -> bool:
         poll = select.poll()
         if out:
             poll.register(self._to_next, select.POLLOUT)
         if into:
             poll.register(self._from_previous, select.POLLIN)
-        poll.poll()
+        return bool(poll.poll(None if within_s is None else within_s * 1000))
 
     @property
     def previous_name(self) -> str:
@@ -329,6 +441,21 @@ class Ring:
     @property
     def _previous(self) -> str:
         return self._names[(self._rank - 1) % self._size]
+
+
+def _blocks(array: np.ndarray, size: int = 0) -> list[memoryview]:
+    """Return the bytes of a contiguous array in blocks that a worker passes on."""
+    size = size or _BLOCK_BYTES
+    data = array.reshape(-1).view(np.uint8).data
+    return [data[start : start + size] for start in range(0, len(data), size)]
+
+
+def _blocks_of_row(rows: np.ndarray, index: int) -> list[memoryview]:
+    return _blocks(rows[index : index + 1])
+
+
+def _row_blocks(rows: np.ndarray) -> list[memoryview]:
+    return [block for index in range(len(rows)) for block in _blocks_of_row(rows, index)]
 
 
 @functools.lru_cache(maxsize=64)

@@ -112,6 +112,15 @@ def methods_of_keras():
 def group():
     told = tfdist.broadcast({"from": sys.argv, "array": np.arange(3)})
     SEEN["broadcast"] = told["array"].tolist()
+    index = strategy.cluster_resolver.task_id
+    rows = {"rows": np.eye(3)} if index == 1 else None
+    SEEN["collectives"] = [
+        tfdist.scatter(rows, root=1)["rows"].tolist(),
+        tfdist.all_reduce(np.array([index, 1.0]), "mean").tolist(),
+        tfdist.all_gather(index).tolist(),
+        None if (each := tfdist.gather(index + 1, root=1)) is None else each.tolist(),
+        None if (total := tfdist.reduce(index + 1, root=1)) is None else total.tolist(),
+    ]
     SEEN["chief"] = tfdist.is_chief()
     tfdist.barrier()
 
