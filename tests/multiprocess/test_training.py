@@ -88,7 +88,8 @@ def test_evaluate_predict_and_save_see_one_model(synchronous):
 def test_tasks_agree_in_everything(synchronous):
     first, *others = synchronous[1]
     for task in others:
-        assert {**task, "chief": True, "collectives": 0} == {**first, "chief": True, "collectives": 0}
+        own = {"chief": True, "collectives": 0}
+        assert {**task, **own} == {**first, **own}
         assert (first["chief"], task["chief"]) == (True, False)
     assert first["broadcast"] == [0, 1, 2]
     for index, task in enumerate([first, *others]):
