@@ -505,7 +505,7 @@ def read_model(
     """Return the model in `source`, without a strategy, and the origin of its weights.
 
     The source is a `.keras` file (read in Keras' safe mode), a run directory of `tfdist.train`, a
-    directory written by `tfdist.BackupAndRestore`, or a sweep, which stands for the best model of
+    directory written by `tfdist.BackupAndRestore`, or a sweep. A sweep stands for the best model of
     its best trial. `make` is a ``file.py:function`` that returns the checkpoints' model, or the
     ``model.json`` of `PublishModel`. Raises UsageError if the file or checkpoint is missing or
     belongs to another model.
