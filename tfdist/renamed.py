@@ -13,25 +13,38 @@ GONE = {
     "--fork_server": "--start fork",
     "--host_timeout_s": "--startup_timeout_s",
     "--join": "tune --hosts, once",
+    "--label": "no flag: each model serves its newest version",
     "--logs": "kubectl logs, or the file of sbatch",
+    "--max_replicas": "a Deployment of tfdist serve, with an autoscaler",
     "--node_rank": "launch --hosts a:2,b:2, once",
     "--precision": "model.quantize before the export",
     "--profile_ps": "keras.callbacks.TensorBoard(profile_batch=...)",
+    "--reconnect_s": "tune --hosts, once",
     "--rendezvous_port": "launch --hosts a:2,b:2, which needs no port",
     "--rendezvous_token_file": "launch --hosts a:2,b:2, which needs no token",
+    "--serve": "tune --hosts, once",
     "--status": "squeue or kubectl get",
     "--versions": "no flag: each model serves its newest version",
     "InExamples": "decay_steps divided by the batch size",
     "Ledger": "tests/tools/ledger.py in a checkout",
+    "data.ArraySource(memory_limit_bytes=)": "np.load(file, mmap_mode='r') for large arrays",
     "estimate_memory": "tfdist.find_batch_size",
+    "export_model(precision=)": "model.quantize before the export",
+    "export_model(validation_data=)": "samples=, and evaluate the model before the export",
+    "fit(ledger=)": "tests/tools/ledger.py in a checkout",
     "tfdist bench": "python -m benchmarks.load in a checkout",
     "tfdist doctor": "tfdist check",
     "tfdist find": "tfdist.find_learning_rate or tfdist.find_batch_size in a script",
     "tfdist ledger": "tests/tools/ledger.py in a checkout",
     "tfdist lint": "tfdist check",
     "tfdist replay": "tests/tools/ledger.py in a checkout",
+    "tuning.HyperModel": "keras_tuner.HyperModel",
+    "tuning.search(join=)": "hosts=, in a single process",
+    "tuning.search(reconnect_s=)": "hosts=, in a single process",
+    "tuning.search(rendezvous_token_file=)": "hosts=, in a single process",
+    "tuning.search(serve=)": "hosts=, in a single process",
 }
-"""Replacement of each removed program, flag and public name."""
+"""Replacement of each removed program, flag, argument and public name, without ``tfdist.``."""
 
 RENAMED = {
     "BackupAndRestore(directory=)": "backup_dir=",
@@ -52,7 +65,7 @@ RENAMED = {
 
 
 def instead_of(name: str) -> str:
-    """Return the advice for a removed program, flag or public name, "" for another name."""
+    """Return the advice for a removed program, flag, argument or name, "" for another name."""
     return f"use {GONE[name]}" if name in GONE else ""
 
 
@@ -61,19 +74,19 @@ _T = TypeVar("_T")
 
 
 def refuse_renamed(*names: str) -> None:
-    """Raise UsageError for the first name in `RENAMED`, with its replacement."""
+    """Raise UsageError for the first renamed or removed name, with its replacement."""
     for name in names:
-        if name in RENAMED:
+        if fix := f"write {RENAMED[name]}" if name in RENAMED else instead_of(name):
             raise UsageError(
                 f"tfdist.{name}",
                 "this name is from an earlier release",
-                fix=f"write {RENAMED[name]}",
+                fix=fix,
                 code="renamed",
             )
 
 
 def without_renamed(owner: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Return a decorator whose function raises UsageError for renamed arguments of `owner`."""
+    """Return a decorator whose function raises UsageError for old arguments of `owner`."""
 
     def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
         @functools.wraps(function)

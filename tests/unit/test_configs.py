@@ -28,6 +28,11 @@ def test_every_field_has_a_default_that_is_right_and_a_line_of_help():
         assert "".join(field.help.split()) in text
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_each_config_file_is_valid(path):
+    assert flat(parse(["--config", str(path)]).config)["dataset"]
+
+
 def test_without_a_file_it_is_the_digits():
     command = parse([])
     assert command.config.dataset == "tfdist_digits"

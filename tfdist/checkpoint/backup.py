@@ -81,8 +81,8 @@ class BackupAndRestore(keras.callbacks.Callback):
       backup_dir: Directory of the checkpoints, or a URL of fsspec, such as ``s3://bucket/run``.
         Only this callback may write there. Default: ``backup`` in `tfdist.run_dir`, and
         ``backup-N`` for the N-th such callback of a program.
-      save_freq: "epoch" (default), a number of steps between two saves, or "auto", which computes
-        the seconds between two saves from the time a save blocks the training and from `mtbf_s`.
+      save_freq: "epoch" (default), a number of steps between two saves, or "auto". "auto" computes
+        the seconds between two saves from `mtbf_s` and the time that a save blocks the training.
       double_checkpoint: True to keep at least two checkpoints.
       delete_checkpoint: Must be False (default): the checkpoints of a finished run stay.
       every_s: Seconds between two saves (default: `None`, no saves by time).

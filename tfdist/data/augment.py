@@ -211,7 +211,7 @@ class Normalization(_Own):
         return (std, mean) if self.invert else (1.0 / std, -mean / std)
 
     def _statistics(self) -> tuple[_Numbers, _Numbers]:
-        """Return mean and variance, also those of an adapted layer (shape [1, 1, 1, channels])."""
+        """Return mean and variance, also if they have the shape [1, 1, 1, channels] of a layer."""
         mean, variance = (np.asarray(value, np.float64) for value in (self.mean, self.variance))
         return np.squeeze(mean), np.squeeze(variance)
 

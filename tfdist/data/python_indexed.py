@@ -21,9 +21,8 @@ class PythonSource(Source):
     """Collection with `__len__` and `__getitem__`. An item is an example: ``(x, y)`` or a dict.
 
     If the collection has `__getitems__(indices)`, as in TFDS `as_data_source` and torch, the source
-    calls this method. `convert` converts an item to ``(x, y)``. All examples must have the same
-    shape. Floating point values become `keras.config.floatx()`. Several threads of this process
-    read at the same time.
+    calls this method. `convert` converts an item to ``(x, y)``. All examples have the same shape.
+    Floating point values become `keras.config.floatx()`. Several threads read at the same time.
     """
 
     def __init__(

@@ -72,8 +72,7 @@ def from_tfds(
 def prepare(name: str, *, data_dir: str | Path | None = None, timeout_s: float = 3600.0) -> Any:
     """Return the TFDS builder of a dataset, and prepare the dataset if necessary.
 
-    One process prepares the dataset. The other processes log that they wait for it. If the process
-    dies, the operating system releases its lock.
+    One process prepares the dataset, and the others log that they wait. If it dies, its lock ends.
     """
     builder = _builder(name, data_dir)
     if builder.is_prepared():

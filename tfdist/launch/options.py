@@ -31,7 +31,7 @@ from tfdist.options import (
 StartMethod = Literal["exec", "fork"]
 
 DEFAULT_MODULE = "tfdist.train"
-_MOST_MEMBERS = 32  # each two have a pair of sockets, which the launcher makes at once
+_MOST_MEMBERS = 32  # the launcher makes a pair of sockets for each two members
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

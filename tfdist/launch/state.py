@@ -276,7 +276,7 @@ class JobState:
         return self.has_servers and task.type == "worker"
 
     def is_member(self, task: Task) -> bool:
-        """Return whether a task is a worker of an elastic job that goes on without it."""
+        """Return whether a task is a worker of an elastic job, which goes on without the task."""
         if self.membership is None or task.type != "worker":
             return False
         return task != self.chief and self.membership.epoch > 0 and not self.is_done

@@ -188,7 +188,7 @@ class LayerGraph:
     def behind_layers(self, names: Sequence[str]) -> list[int]:
         """Return the positions of cuts after the last call of each named layer.
 
-        If a name is that of an inner model, cut after the last layer of the inner model.
+        For the name of an inner model, the cut is after the last layer of the inner model.
         """
         last = {
             name: i

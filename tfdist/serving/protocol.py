@@ -84,10 +84,7 @@ _HEAD = struct.Struct("<IQBH")  # length of the payload, id of the request, kind
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """Message on the socket between front and replica.
-
-    `batch` is the number of requests in the batch of this answer.
-    """
+    """Message between front and replica. `batch` is the number of requests in an answer's batch."""
 
     id: int
     kind: FrameKind

@@ -295,7 +295,7 @@ def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[i
 def _counted(source: StreamSource, length: Length, *, job: Job, seed: int) -> int | None:
     """Return the number of a stream's batches in an epoch, or `None` if it is not needed.
 
-    This reads the stream once, up to the used length and like the run. It may fill a cache.
+    This reads the stream once, as the run does, up to the used length. It may fill a cache.
     """
     known = length.steps_per_epoch is not None or length.virtual_epochs is not None
     if known and not length.once:

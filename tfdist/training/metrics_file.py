@@ -160,10 +160,7 @@ class MetricsFile(keras.callbacks.Callback):
 def metrics_file(
     callbacks: Sequence[Any], plan: EpochPlan, *, job: Job, initial_epoch: int
 ) -> list[MetricsFile]:
-    """Return the callback that writes `metrics.jsonl`, if the launcher has named a directory.
-
-    The result is empty if one of the `callbacks` writes the file.
-    """
+    """Return [the writer of `metrics.jsonl`], or [] without a directory or with another writer."""
     run_dir = job.config.options.run_dir if job.config else None
     if run_dir is None or any(getattr(c, "writes_metrics", False) for c in callbacks):
         return []

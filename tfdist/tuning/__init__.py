@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import require_packages
+from tfdist.renamed import instead_of
 
 _HOME_OF = {"search": "tfdist.tuning.from_python"}
 
@@ -24,6 +25,7 @@ __all__ = ["search"]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        advice = f". Fix: {known}" if (known := instead_of(f"tuning.{name}")) else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     require_packages(f"tfdist.tuning.{name}", "keras_tuner", "sklearn", "tensorboard", extra="tune")
     return getattr(importlib.import_module(_HOME_OF[name]), name)

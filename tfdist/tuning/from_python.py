@@ -25,6 +25,7 @@ from tfdist.errors import (
 from tfdist.launch.options import Program, imports_tensorflow
 from tfdist.options import NONE
 from tfdist.outputs.sweep_journal import JOURNAL, RETRAINED, TRIALS, SweepState, Trial, read
+from tfdist.renamed import without_renamed
 from tfdist.tuning import sweep
 from tfdist.tuning.options import RunOptions, require_no_rule
 from tfdist.tuning.oracle import (
@@ -132,6 +133,7 @@ IMPORTS_OF_TRIALS = ("tfdist.tuning.inside", __name__, "tensorboard.plugins.hpar
 _CHECKPOINTS = "checkpoints"
 
 
+@without_renamed("tuning.search")
 def search(  # noqa: D417, PLR0913
     tuner: Any,
     *fit_args: Any,

@@ -326,10 +326,7 @@ class Search:
                 self._oracle.max_trials = line["max_trials"]
 
     def publish(self, trials: Iterable[str] | None = None) -> None:
-        """Write KerasTuner's results directory for some trials (default: all).
-
-        Raises TfdistError if the directory cannot be written.
-        """
+        """Write KerasTuner's files for some trials (default: all), or raise TfdistError."""
         with one_line_errors(self._project):
             self._project.mkdir(exist_ok=True)
             for name in self._oracle.trials if trials is None else trials:

@@ -270,9 +270,8 @@ def launch_flags(
 def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, best: str) -> None:
     """Journal which trial is retrained, and move the retraining of another trial aside.
 
-    A resumed sweep may find a better trial than its retrained trial.
-
-    Raises TfdistError if the directory cannot be moved.
+    A resumed sweep may find a better trial than its retrained trial. Raises TfdistError if the
+    directory cannot be moved.
     """
     if state.retrained == best:
         return

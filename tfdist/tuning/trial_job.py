@@ -122,7 +122,7 @@ class Assignment:
     trial: str
     run_dir: str
     checkpoints: str
-    """Path of the checkpoints: the trial's own, or those of the trial that it continues."""
+    """Path of the checkpoints of this trial, or of the trial that it continues."""
     values: Mapping[str, Any]
     seed: int
     backup_every_steps: int | None = None

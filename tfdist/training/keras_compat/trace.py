@@ -127,7 +127,7 @@ class StepTrace:
     graph: Any = dataclasses.field(default_factory=tf.compat.v1.get_default_graph)
 
     def is_in_step(self) -> bool:
-        """Return whether the current graph is the step's own, not that of a condition in it."""
+        """Return whether the current graph is the step's own, not a condition's graph within it."""
         return tf.compat.v1.get_default_graph() is self.graph
 
     @property
