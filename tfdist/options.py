@@ -98,7 +98,6 @@ class Option:
     submit: str | None = None
     """Help of the same flag in ``tfdist submit``, which has no such flag if it is `None`."""
     submit_default: str | None = None
-    schedulers: tuple[str, ...] = ("slurm", "kubernetes")
     identifies: bool = False
     """True if a launcher's command with another value is another job for ``--resume``."""
     free: bool = False
@@ -383,7 +382,6 @@ class LaunchFlags(HostFlags, JobSettings):
         least=0,
         most=_MAX_SECONDS,
         submit="seconds that workers may run after one has exited, under Slurm (300)",
-        schedulers=("slurm",),  # a pod that is done does not end the others
     )
     resume: bool = option(False, "continue the newest unfinished run of this command in runs/")
     elastic: bool = option(
