@@ -392,6 +392,7 @@ class LaunchFlags(HostFlags, JobSettings):
     metrics_port: int | None = option(
         None, "loopback port that serves metrics to Prometheus", least=1, most=65_535
     )
+    verbosity: int = option(0, "absl's level of the launcher: -1 shows only warnings and failures")
     start: str = option(
         "auto",
         "start a new Python for each task, or import TensorFlow once and fork",
@@ -414,6 +415,7 @@ class LaunchFlags(HostFlags, JobSettings):
 class TrainFlags:
     """Flags of `tfdist.train`, besides its configuration."""
 
+    verbosity: int = option(0, "absl's level: -1 shows warnings, 1 also debug messages")
     overwrite: bool = option(
         False, "move an earlier run or sweep in the directory aside, into old-1, old-2, ..."
     )
