@@ -30,7 +30,9 @@ def test_the_version_is_told():
     assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
 
 
-@pytest.mark.parametrize("words", ["--help", "env", "train --helpfull", "tune --help"])
+@pytest.mark.parametrize(
+    "words", ["--help", "env", "train --helpfull", "tune --help", "demo --help", "submit --help"]
+)
 def test_who_reads_no_further_is_no_error(words):
     reader, writer = os.pipe()
     os.close(reader)
