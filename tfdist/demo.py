@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tfdist.argument_parser import run_program
-from tfdist.errors import EXIT_OK, UsageError, require_packages
+from tfdist.argument_parser import show
+from tfdist.errors import UsageError, require_packages
 
 _SHAPE = {"strategy": "ps", "workers": "4", "ps": "1"}
 _HELP = """usage: tfdist demo [flags of tfdist launch] [flags of tfdist train]
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit code of its job."""
     flags = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(flags):
-        return run_program("tfdist.demo", _show_help, is_report=True)
+        return show("tfdist.demo", _HELP)
     try:
         require_packages("the demo's data", "sklearn", "tensorflow_datasets", extra="digits")
     except UsageError as error:
@@ -39,11 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tfdist.launch.__main__ import main as launch
 
     return launch(command(flags))
-
-
-def _show_help() -> int:
-    print(_HELP, flush=True)
-    return EXIT_OK
 
 
 def command(flags: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from tfdist import chatter
-from tfdist.argument_parser import run_program
+from tfdist.argument_parser import run_program, show
 from tfdist.cluster import read_environment
 from tfdist.configs.command_line import help_text, parse
 from tfdist.errors import EXIT_OK
@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code."""
     _set_up_logging()
     words = sys.argv[1:] if argv is None else argv
-    return run_program("tfdist.train", lambda: _run(words), is_report=asks_for_help(words))
+    if asks_for_help(words):
+        return show("tfdist.train", help_text(full="--helpfull" in words))
+    return run_program("tfdist.train", lambda: _run(words))
 
 
 def _set_up_logging() -> None:
@@ -40,9 +42,6 @@ def _run(words: Sequence[str]) -> int:
     from absl.logging.converter import absl_to_standard
 
     command = parse(words)
-    if command.config is None:
-        print(help_text(full="--helpfull" in words), flush=True)
-        return EXIT_OK
     logging.getLogger().setLevel(absl_to_standard(command.verbosity))
     read_environment(os.environ)
     # Imported here, so that a wrong flag or variable is reported before TensorFlow loads

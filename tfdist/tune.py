@@ -11,17 +11,19 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl.logging.converter import absl_to_standard
 
-from tfdist.argument_parser import run_program
+from tfdist.argument_parser import run_program, show
 from tfdist.configs import command_line
 from tfdist.errors import EXIT_OK, require_packages
 from tfdist.options import asks_for_help
 from tfdist.tuning import sweep
 from tfdist.tuning.config_sweep import ConfigSweep
-from tfdist.tuning.options import help_text, parse
-from tfdist.tuning.results import show, show_best
+from tfdist.tuning.options import SweepOptions, help_text, parse
+from tfdist.tuning.results import show as show_sweep
+from tfdist.tuning.results import show_best
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,17 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(asctime)s %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
     words = sys.argv[1:] if argv is None else argv
-    return run_program("tfdist.tune", lambda: _run(words), is_report=asks_for_help(words))
-
-
-def _run(words: Sequence[str]) -> int:
     if asks_for_help(words):
-        print(help_text(full="--helpfull" in words), flush=True)
-        return EXIT_OK
-    options = parse(words)
+        return show("tfdist.tune", help_text(full="--helpfull" in words))
+    return run_program("tfdist.tune", lambda: _run(parse(words)))
+
+
+def _run(options: SweepOptions | tuple[str, Path]) -> int:
     if isinstance(options, tuple):
         view, sweep_dir = options
-        {"show": show, "best": show_best}[view](sweep_dir)
+        {"show": show_sweep, "best": show_best}[view](sweep_dir)
         return EXIT_OK
     logging.getLogger().setLevel(absl_to_standard(options.verbosity))
     require_packages("tfdist.tune", "keras_tuner", "sklearn", "tensorboard", extra="tune")

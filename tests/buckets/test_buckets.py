@@ -86,7 +86,8 @@ def test_a_second_writer_is_refused(url, tmp_path):
     assert refusal(copies[1].raise_error).code == "second-writer"
 
 
-def test_a_model_is_written_and_read(url, strategies):  # noqa: F811
+def test_a_model_is_written_and_read(url, strategies, machine):  # noqa: F811
+    machine("a")
     model, other = make(strategies), make(strategies)
     fit(model, tfdist.ModelCheckpoint(f"{url}/{{epoch}}/m.keras"), epochs=1, url=f"{url}/run")
     tfdist.load_weights(other, f"{url}/1/m.keras")

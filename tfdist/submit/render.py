@@ -32,6 +32,7 @@ from tfdist.errors import EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, require_p
 from tfdist.options import HOSTS, PS, RESTARTS, RUN_DIR, UNCOUNTED_RESTARTS
 from tfdist.submit.request import JobRequest, pairs, wrong
 
+KINDS = ("job", "jobset", "trainjob")
 INSTANCE = "app.kubernetes.io/instance"
 
 _NAME = re.compile("[a-z]([a-z0-9-]{0,37}[a-z0-9])?")  # role, number and random letters follow

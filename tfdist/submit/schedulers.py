@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tfdist.errors import TfdistError, UsageError
+from tfdist.errors import TfdistError, UsageError, require_one_of
 from tfdist.submit import render
 from tfdist.submit.request import JobRequest, wrong
 
 _DEADLINE_S = 60.0
 WORD = r"[^\s-]\S*", "one word"
-_KIND = "job|jobset|trainjob", "job, jobset or trainjob"
 
 
 class Flag(NamedTuple):
@@ -62,7 +61,7 @@ def _to_slurm(request: JobRequest) -> str:
 
 
 def _to_kubernetes(request: JobRequest) -> str:
-    kind = request.flags.kind or "job"
+    kind = require_one_of("--kind", request.flags.kind or "job", render.KINDS)
     text = render.manifests(request, kind=kind)
     if not request.launch.dry_run:
         text = _apply(text, f"{kind}/{request.name}", namespace=request.flags.namespace)
@@ -136,7 +135,7 @@ SCHEDULERS: Mapping[str, Scheduler] = {
         submit=_to_kubernetes,
         secret=("secret/key", r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]{1,253}"),
         flags={
-            "kind": Flag(_KIND[0], "kind of the object (job)", form=_KIND),
+            "kind": Flag("job|jobset|trainjob", "kind of the object (job)"),
             "image": Flag("IMAGE", "container image with tfdist"),
             "namespace": Flag("NS", "namespace (of kubectl's context)"),
             "volume": Flag(
