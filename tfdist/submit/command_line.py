@@ -54,9 +54,9 @@ def parse(argv: Sequence[str]) -> JobRequest | None:
         if own[name] and name not in SCHEDULERS[to].flags:
             problem = f"--to {to} does not support this flag"
             raise wrong(name, problem, f"leave --{name} out", "exclusive")
-    forms = {name: flag.form for name, flag in SCHEDULERS[to].flags.items()}
-    for name, form in {**_FORMS, **forms}.items():
-        _check(name, own[name], form)
+    forms = _FORMS | {name: flag.form for name, flag in SCHEDULERS[to].flags.items()}
+    for name in forms:
+        _check(name, own[name], forms[name])
     for name, least in (("cpus", 1), ("gpus", 0)):
         if own[name] is not None:
             require_int(f"--{name}", own[name], least=least, fix=f"write --{name} 2, for example")
@@ -104,8 +104,13 @@ def _parser() -> Parser:
     for scheduler in SCHEDULERS.values():
         group = parser.add_argument_group(f"for {scheduler.title}")
         for name, flag in scheduler.flags.items():
-            several = {"action": "append", "default": []} if flag.is_repeated else {}
-            group.add_argument(f"--{name}", metavar=flag.shown, help=flag.help, **several)
+            group.add_argument(
+                f"--{name}",
+                metavar=flag.shown,
+                help=flag.help,
+                action="append" if flag.is_repeated else "store",
+                default=[] if flag.is_repeated else None,
+            )
     add = parser.add_argument_group("of python -m tfdist.launch").add_argument
     for name, one in _LAUNCHER.items():
         about = argparse.SUPPRESS if one.submit is None else one.submit or one.help
