@@ -60,7 +60,7 @@ def test_a_run_resumes_on_another_machine(url, strategies, machine):  # noqa: F8
     assert max(in_bucket(f"{url}/run")) == "step-000000020.6"
     other = make(strategies)
     tfdist.load_weights(other, f"{url}/run")
-    assert bits(other) == bits(whole)
+    np.testing.assert_equal(other.get_weights(), whole.get_weights())
 
 
 def test_a_file_is_created_once(url):
@@ -91,4 +91,4 @@ def test_a_model_is_written_and_read(url, strategies, machine):  # noqa: F811
     model, other = make(strategies), make(strategies)
     fit(model, tfdist.ModelCheckpoint(f"{url}/{{epoch}}/m.keras"), epochs=1, url=f"{url}/run")
     tfdist.load_weights(other, f"{url}/1/m.keras")
-    assert bits(other) == bits(model)
+    np.testing.assert_equal(other.get_weights(), model.get_weights())
