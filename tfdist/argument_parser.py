@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from tfdist.errors import (
     EXIT_INTERRUPTED,
+    EXIT_OK,
     Stopped,
     TfdistError,
     UsageError,
@@ -50,6 +51,16 @@ def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python flushes the pipe at exit
         return _EXIT_SIGPIPE
+
+
+def show(name: str, text: str) -> int:
+    """Print a program's text and return the exit code, also if the reader closes the output."""
+
+    def run() -> int:
+        print(text, flush=True)
+        return EXIT_OK
+
+    return run_program(name, run, is_report=True)
 
 
 def require_writable(flag: str, path: Path | None) -> None:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from tfdist.argument_parser import show
 from tfdist.errors import UsageError, require_packages
 
 _SHAPE = {"strategy": "ps", "workers": "4", "ps": "1"}
@@ -27,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo and return the exit code of its job."""
     flags = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(flags):
-        print(_HELP)
-        return 0
+        return show("tfdist.demo", _HELP)
     try:
         require_packages("the demo's data", "sklearn", "tensorflow_datasets", extra="digits")
     except UsageError as error:

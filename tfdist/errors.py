@@ -11,7 +11,9 @@ import functools
 import math
 import numbers
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -242,3 +244,24 @@ def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:
             fix=fix or "keep only one of the names",
             code="exclusive",
         )
+
+
+def end_mistakes_in_one_line() -> None:
+    """Print an uncaught `TfdistError` as one line, and exit with the exit code of the error.
+
+    A scheduler sees only the exit code of a program, so `make_strategy` and the callbacks call
+    this function. The previous hook handles other errors.
+    """
+    before = sys.excepthook
+    if getattr(before, "tells_mistakes", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, TfdistError):
+            before(kind, error, trace)
+            return
+        print(f"tfdist: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_code)  # Python accepts SystemExit from its hook
+
+    hook.tells_mistakes = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

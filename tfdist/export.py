@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdist import chatter
 from tfdist.argument_parser import Parser, reading_file, run_program
 from tfdist.errors import EXIT_OK, TfdistError, mutually_exclusive, require, require_packages
 from tfdist.outputs.sweep_journal import JOURNAL
@@ -71,7 +72,8 @@ def _publish(options: Any) -> Path | str:
     require_packages("tfdist.export", "tensorflow_serving", extra="serving")
     samples = _samples(options.samples) if options.samples else None
     # Imported here, so that a wrong flag is reported before TensorFlow loads (seconds).
-    from tfdist.serving.export import export_model, read_model
+    with chatter.hidden():
+        from tfdist.serving.export import export_model, read_model
 
     model, origin = read_model(
         options.source, step=options.step, best=options.best, make=options.model
@@ -100,7 +102,8 @@ def _follow(options: Any) -> None:
     A model that is newer at that time is exported before the program exits. Raises TfdistError if
     the first export fails. Later failures are logged, and the next model is tried.
     """
-    from tfdist.serving.export import newest_in
+    with chatter.hidden():
+        from tfdist.serving.export import newest_in
 
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):

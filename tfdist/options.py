@@ -98,7 +98,6 @@ class Option:
     submit: str | None = None
     """Help of the same flag in ``tfdist submit``, which has no such flag if it is `None`."""
     submit_default: str | None = None
-    schedulers: tuple[str, ...] = ("slurm", "kubernetes")
     identifies: bool = False
     """True if a launcher's command with another value is another job for ``--resume``."""
     free: bool = False
@@ -383,7 +382,6 @@ class LaunchFlags(HostFlags, JobSettings):
         least=0,
         most=_MAX_SECONDS,
         submit="seconds that workers may run after one has exited, under Slurm (300)",
-        schedulers=("slurm",),  # a pod that is done does not end the others
     )
     resume: bool = option(False, "continue the newest unfinished run of this command in runs/")
     elastic: bool = option(
@@ -394,6 +392,7 @@ class LaunchFlags(HostFlags, JobSettings):
     metrics_port: int | None = option(
         None, "loopback port that serves metrics to Prometheus", least=1, most=65_535
     )
+    verbosity: int = option(0, "absl's level of the launcher: -1 shows only warnings and failures")
     start: str = option(
         "auto",
         "start a new Python for each task, or import TensorFlow once and fork",
@@ -416,6 +415,7 @@ class LaunchFlags(HostFlags, JobSettings):
 class TrainFlags:
     """Flags of `tfdist.train`, besides its configuration."""
 
+    verbosity: int = option(0, "absl's level: -1 shows warnings, 1 also debug messages")
     overwrite: bool = option(
         False, "move an earlier run or sweep in the directory aside, into old-1, old-2, ..."
     )

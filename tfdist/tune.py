@@ -13,14 +13,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.argument_parser import run_program
+from absl.logging.converter import absl_to_standard
+
+from tfdist.argument_parser import run_program, show
 from tfdist.configs import command_line
 from tfdist.errors import EXIT_OK, require_packages
 from tfdist.options import asks_for_help
 from tfdist.tuning import sweep
 from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.options import SweepOptions, help_text, parse
-from tfdist.tuning.results import show, show_best
+from tfdist.tuning.results import show as show_sweep
+from tfdist.tuning.results import show_best
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,16 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     words = sys.argv[1:] if argv is None else argv
     if asks_for_help(words):
-        print(help_text(full="--helpfull" in words))
-        return EXIT_OK
+        return show("tfdist.tune", help_text(full="--helpfull" in words))
     return run_program("tfdist.tune", lambda: _run(parse(words)))
 
 
 def _run(options: SweepOptions | tuple[str, Path]) -> int:
     if isinstance(options, tuple):
         view, sweep_dir = options
-        {"show": show, "best": show_best}[view](sweep_dir)
+        {"show": show_sweep, "best": show_best}[view](sweep_dir)
         return EXIT_OK
+    logging.getLogger().setLevel(absl_to_standard(options.verbosity))
     require_packages("tfdist.tune", "keras_tuner", "sklearn", "tensorboard", extra="tune")
     sweep.require_alone("tfdist.tune", os.environ)
     environ = dict(os.environ)

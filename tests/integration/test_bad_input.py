@@ -51,6 +51,17 @@ def of_pixels(strategy):
     return sequential(strategy, layer, inputs=(4, 1), loss="sparse_categorical_crossentropy")
 
 
+def test_a_setting_of_another_strategy_is_told(strategies, caplog):
+    """A script keeps its settings under every strategy."""
+    settings = tfdist.Run(max_staleness=3, sharded_optimizer=True)
+    fit(linear(strategies[1]), X, Y, callbacks=[settings])
+    told = [record.message for record in caplog.records if "no effect" in record.message]
+    assert told == [
+        "fit: sharded_optimizer has no effect with one worker",
+        "fit: max_staleness has no effect under strategy single, only under ps",
+    ]
+
+
 OPTIONS = {
     "not-an-int": [
         *(("batch_size", value) for value in (0, -1, 2.5, "4")),

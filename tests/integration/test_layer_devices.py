@@ -174,7 +174,7 @@ def attempt(does):
         said.append(error.code)
 attempt(lambda: tfdist.make_strategy("mirrored", placement={"a": "CPU:1"}))
 attempt(lambda: tfdist.make_strategy(placement={"a": "GPU:1"}))
-strategy = tfdist.make_strategy(placement={"first": "CPU:1"})
+strategy = tfdist.make_strategy(placement={"first": "CPU:1"}, split_bytes=9)
 layers = lambda: [keras.Input((3,)), keras.layers.Dense(3, name="first"), keras.layers.Dense(1)]
 fit = lambda model: tfdist.fit(model, np.ones((4, 3)), np.ones((4, 1)), verbose=0)
 outside = keras.Sequential(layers())
@@ -196,6 +196,7 @@ def test_make_strategy_places_layers():
     environ.pop("TF_CONFIG", None)
     ran = forked_python.run("-c", PROGRAM, timeout=120, env=environ)
     assert ran.returncode == 0, ran.stderr
+    assert "make_strategy: split_bytes has no effect under strategy single" in ran.stderr
     *codes, devices = json.loads(ran.stdout.splitlines()[-1])
     assert codes == ["no-placement", "devices", "another-scope", "second-strategy"]
     assert devices == ["CPU:1", "CPU:1", "CPU:0", "CPU:0"]

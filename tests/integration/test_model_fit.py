@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ import scipy.sparse
 import tensorflow as tf
 
 import tfdist
+from tests import forked_python
 from tests.models import noted_ranges
 from tests.refusals import refusal, refused
 from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig, read_environment
@@ -192,6 +194,20 @@ def test_callbacks_of_tfdist_are_refused_where_keras_trains(make, tmp_path):
         assert "`with strategy.scope():`" in str(error)
     outside.fit(X, Y, verbose=0)
     assert list(tmp_path.iterdir()) == []
+
+
+OUTSIDE = """
+import keras, numpy as np, tfdist
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0, callbacks=[tfdist.Run(seed=1)])
+"""
+
+
+def test_a_program_without_make_strategy_ends_in_one_line():
+    ran = forked_python.run("-c", OUTSIDE, timeout=120, env=os.environ | forked_python.ENVIRON)
+    assert (ran.returncode, "Traceback" in ran.stderr) == (2, False)
+    assert "tfdist: tfdist.Run: Keras' own fit trains this model" in ran.stderr
 
 
 def test_settings_of_a_run_are_given_once(make):

@@ -244,6 +244,17 @@ def test_the_last_line_of_a_stopped_job_resumes_it(launch):
     assert [attempt["exit_code"] for attempt in report(run)["attempts"]] == [143, 0]
 
 
+def test_a_quiet_launcher_shows_warnings_and_failures(launch):
+    for source, code in (("print('hello')", 0), ("print('hello'); raise SystemExit(3)", 3)):
+        job = launch(source, "--verbosity=-1", "--run_dir=run")
+        assert job.end() == code
+        assert "[worker-0] hello\n" in job.text
+        assert "[launch] run directory" not in job.text
+        assert ("[launch] " in job.text) == bool(code)
+    assert "[launch] worker-0 failed first: exit code 3\n" in job.text
+    assert "--verbosity=-1" in job.text.splitlines()[-1]  # the command that resumes
+
+
 # requests to stop
 
 

@@ -20,7 +20,7 @@ from tfdist.options import (
     names_of,
     table,
 )
-from tfdist.submit import request
+from tfdist.submit import command_line
 from tfdist.tuning.options import SweepOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference.md"
@@ -80,7 +80,7 @@ def _under(one: Option) -> str:
 
 
 def _submit() -> Iterator[tuple[str, str, str]]:
-    for action in request._parser()._actions:
+    for action in command_line._parser()._actions:
         if action.help != argparse.SUPPRESS and action.option_strings[-1] != "--help":
             value = str(action.metavar or "").replace("|", ", ")
             yield f"`{action.option_strings[-1]}`", value, str(action.help)

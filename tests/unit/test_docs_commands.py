@@ -20,7 +20,7 @@ from tfdist.configs import command_line
 from tfdist.launch import options
 from tfdist.options import JobOptions, LaunchFlags, names_of, table
 from tfdist.report import __main__ as report
-from tfdist.submit import request
+from tfdist.submit import command_line as of_submit
 from tfdist.submit.__main__ import main as submit
 
 _COMMAND = re.compile(r"(?:python -m tfdist\.|^(?:\S+ )?tfdist )(\w+)(.*)", re.MULTILINE)
@@ -81,7 +81,7 @@ def _flags_by_page() -> dict[str, list[str]]:
         "reference.md": [
             *names_of(LaunchFlags),
             *names_of(tfdist.tuning.options.SweepOptions),
-            *_flags_of(request._parser()),
+            *_flags_of(of_submit._parser()),
         ],
         "checks.md": _flags_of(check._parser()),
         "serving.md": _flags_of(export._parser(), serve._parser()),

@@ -10,7 +10,7 @@ from tfdist.cluster import AUTO, KINDS, kind_of
 from tfdist.kinds import load
 
 PACKAGE = Path(tfdist.__file__).parent
-OWN = ("kinds.py", "ps/", "pipeline/")
+OWN = ("kinds.py", "ps/", "pipeline/", "elastic/")
 """The registry, and the rooms of one kind."""
 
 OF_TASKS = (".type", "type_", ".job")
@@ -20,6 +20,11 @@ OF_TASKS = (".type", "type_", ".job")
 def names_in(node):
     """Return the names of kinds in an expression, or in the display of several expressions."""
     parts = node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]
+    parts = node.keys if isinstance(node, ast.Dict) else parts
+    parts = [
+        p.slice if isinstance(p, ast.Subscript) and ast.unparse(p.value) == "KINDS" else p
+        for p in parts
+    ]
     return [p.value for p in parts if isinstance(p, ast.Constant) and p.value in KINDS]
 
 
@@ -33,7 +38,11 @@ def comparisons(tree):
                 yield node.lineno, ast.unparse(node)
         if isinstance(node, ast.MatchValue) and names_in(node.value):
             yield node.lineno, ast.unparse(node)
-        if isinstance(node, ast.Tuple | ast.List | ast.Set) and len(set(names_in(node))) > 1:
+        of_text = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("swith")
+        if of_text and any(map(names_in, node.args)):
+            yield node.lineno, ast.unparse(node)
+        displays = ast.Tuple | ast.List | ast.Set | ast.Dict
+        if isinstance(node, displays) and len(set(names_in(node))) > 1:
             yield node.lineno, ast.unparse(node)
         for field in ("id", "attr", "arg", "name"):
             if str(getattr(node, field, "")).startswith(("is_ps", "_is_ps")):
@@ -47,6 +56,22 @@ def test_no_file_but_the_registry_and_its_own_room_compares_a_kind_by_name():
         if not name.startswith(OWN):
             found[name] = [*comparisons(ast.parse(path.read_text()))]
     assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kind.name == 'elastic'",
+        "kind in (AUTO, KINDS['single'])",
+        "name not in ['ps', other]",
+        "strategy.startswith('multi') or strategy.startswith('ps')",
+        "{'ps': 1, 'pipeline': 2}[kind.name]",
+        "job.is_ps",
+    ],
+)
+def test_each_form_of_a_comparison_is_found(text):
+    assert [*comparisons(ast.parse(text))]
+    assert not [*comparisons(ast.parse("task.type == 'ps' or kind.is_elastic or KINDS['ps']"))]
 
 
 def test_templates_ask_for_properties_of_a_kind():

@@ -54,6 +54,14 @@ def test_a_program_and_its_own_flags_follow_the_launchers(words, program):
     assert (options.workers, options.program) == (2, program)
 
 
+def test_flags_are_read_from_a_file_of_absl(tmp_path):
+    (tmp_path / "flags").write_text("--workers=3\n--verbosity=-1\n")
+    options = parse(["--flagfile", str(tmp_path / "flags"), "--max_restarts=1", "train.py"])
+    assert options is not None
+    assert (options.workers, options.verbosity, options.max_restarts) == (3, -1, 1)
+    assert options.program.target == "train.py"
+
+
 @pytest.mark.parametrize("word", ["--help", "-h"])
 def test_help_is_asked_for_and_has_every_flag(word, capsys):
     assert main(["--workers", "2", word]) == 0

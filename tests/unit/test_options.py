@@ -25,9 +25,11 @@ from tfdist.options import (
     table,
     underscored,
 )
+from tfdist.tuning.options import SweepOptions
 
 PACKAGE = Path(tfdist.__file__).parent
 FLAGS = {name for of in (LaunchFlags, TrainFlags) for name in names_of(of)}
+DECLARES = ("add", "collect", "add_argument", "DEFINE_string", "DEFINE_integer", "DEFINE_bool")
 TREES = {
     str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -62,6 +64,21 @@ def test_no_other_module_has_a_table_of_flags():
             if len({name.removeprefix("--") for name in names} & FLAGS) > 4:
                 tables.append((path, node.lineno))
     assert {path for path, _ in tables} == {"options.py"}
+
+
+def test_a_flag_of_the_table_is_declared_nowhere_else():
+    """These three programs have a flag of the same name with another meaning."""
+    flags = {f"--{name}" for of in (SweepOptions, LaunchFlags, TrainFlags) for name in names_of(of)}
+    found = {
+        (path, name)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(DECLARES)
+        for name in texts(node.args[:1])
+        if name in flags
+    }
+    other = {("export.py", "--best"), ("serve.py", "--on"), ("submit/command_line.py", "--env")}
+    assert found == other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,11 +30,13 @@ def test_the_version_is_told():
     assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
 
 
-@pytest.mark.parametrize("word", ["--help", "env"])
-def test_who_reads_no_further_is_no_error(word):
+@pytest.mark.parametrize(
+    "words", ["--help", "env", "train --helpfull", "tune --help", "demo --help", "submit --help"]
+)
+def test_who_reads_no_further_is_no_error(words):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "tfdist", word]
+    command = [sys.executable, "-m", "tfdist", *words.split()]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")

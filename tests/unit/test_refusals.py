@@ -29,7 +29,7 @@ from tfdist.launch.multihost.hosts import decided_group
 from tfdist.options import LaunchFlags, names_of
 from tfdist.pipeline.cuts import balanced
 from tfdist.submit import __main__ as submit
-from tfdist.submit import request
+from tfdist.submit import command_line
 from tfdist.training.epochs import VirtualEpochs
 from tfdist.tuning import options as tune
 from tfdist.tuning.sweep import runner_of
@@ -149,7 +149,7 @@ PARSERS = {
     "train": (train.parse, ["overwrite", *(f"config.{name}" for name in FIELDS)]),
     "tune": (tune.parse, names_of(tune.SweepOptions)),
     "serve": (serve._parser().parse_args, names_in(serve._parser())),
-    "submit": (request.parse, names_in(request._parser())),
+    "submit": (command_line.parse, names_in(command_line._parser())),
     "check": (check._parser().parse_args, names_in(check._parser())),
 }
 TEXTS = (

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.unit.submit import PODS, SLURM, manifest, printed, refused, run
 from tfdist.options import LaunchFlags, names_of, table
-from tfdist.submit import __main__ as program
+from tfdist.submit import schedulers
+from tfdist.submit.command_line import parse
 from tfdist.submit.render import escape_dollars, manifests
-from tfdist.submit.request import parse
 
 # Whole files: launch/
 
@@ -26,12 +26,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """The arguments and the file of each command in the pages of launch/."""
-    for page in ("slurm", "kubernetes"):
+    """The arguments of each command in the pages of launch/, and its file (or them, if none)."""
+    for page in schedulers.SCHEDULERS:
         for line in (ROOT / "launch" / page / "README.md").read_text().splitlines():
             if line.startswith("python -m tfdist.submit "):
                 arguments, _, path = line.removeprefix("python -m tfdist.submit ").partition(" > ")
-                yield path, arguments
+                yield path or arguments, arguments
 
 
 RENDERED = dict(examples())
@@ -39,17 +39,19 @@ RENDERED = dict(examples())
 
 @pytest.mark.parametrize("path", RENDERED)
 def test_what_is_rendered_is_what_it_was(path):
-    assert printed(RENDERED[path]) == (ROOT / path).read_text()
-    if path.endswith(".sbatch"):
-        done = subprocess.run(["bash", "-n", ROOT / path], capture_output=True, timeout=120)
+    text = printed(RENDERED[path])
+    if path != RENDERED[path]:
+        assert text == (ROOT / path).read_text()
+    if text.startswith("#!/bin/bash"):
+        done = subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True, timeout=120)
         assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_every_example_is_compared():
-    folders = ("launch/slurm", "launch/kubernetes")
-    files = (path for folder in folders for path in (ROOT / folder).iterdir())
-    there = {str(path.relative_to(ROOT)) for path in files if path.suffix in (".yaml", ".sbatch")}
-    assert there == set(RENDERED)
+    folders = [ROOT / "launch" / name for name in schedulers.SCHEDULERS]
+    files = [path for folder in folders for path in folder.iterdir()]
+    there = {str(path.relative_to(ROOT)) for path in files if path.name != "README.md"}
+    assert there <= set(RENDERED)
 
 
 # The launcher's flags reach the tasks
@@ -230,7 +232,7 @@ def answered(monkeypatch):
             names = [word.replace("-", "_").strip("_").partition("=")[0] for word in argv]
             return next((answers[name] for name in reversed(names) if name in answers), says(""))
 
-        monkeypatch.setattr(program.subprocess, "run", ask)
+        monkeypatch.setattr(schedulers.subprocess, "run", ask)
         return asked
 
     return use
@@ -301,6 +303,6 @@ def test_a_command_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
     command.write_text("#!/bin/sh\nexec sleep 600\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(program, "_DEADLINE_S", 0.2)
+    monkeypatch.setattr(schedulers, "_DEADLINE_S", 0.2)
     code, _, err = run("--to slurm train.py")
     assert (code, err) == (1, "tfdist.submit: sbatch: no answer within 0 s\n")

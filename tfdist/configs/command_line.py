@@ -18,6 +18,7 @@ from tfdist.options import (
     TrainFlags,
     asks_for_help,
     flags_of,
+    names_of,
     read,
     shown,
     underscored,
@@ -37,8 +38,6 @@ class TrainCommand(TrainFlags):
 
     config: Any = None
     """Checked configuration, or `None` if the command line asks for the help text."""
-    verbosity: int | None = None
-    """absl's level: -1 shows warnings, 1 debug messages (default: 0, which shows the progress)."""
 
 
 def parse(arguments: Sequence[str]) -> TrainCommand:
@@ -49,12 +48,9 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     """
     if asks_for_help(arguments):
         return TrainCommand()
-    from absl import flags, logging
     from ml_collections import ConfigDict, config_flags
 
     made = flags_of(TrainFlags)
-    for flag in flags.FLAGS.get_flags_for_module(logging.__name__):
-        made[flag.name] = flag  # such as --verbosity
     words = [underscored(word, made) if word.startswith("--") else word for word in arguments]
     _check_names(words)
     nulls = [word for word in words if re.fullmatch(r"--config\.[\w.]+=(null|None)", word)]
@@ -74,7 +70,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     for word in nulls:
         config[word.partition("=")[0].removeprefix("--config.")] = None
     check(config)
-    given = {name: values[name] for name in ("overwrite", "verbosity") if name in values}
+    given = {name: values[name] for name in names_of(TrainFlags) if name in values}
     return TrainCommand(config=config, **given)
 
 

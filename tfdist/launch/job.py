@@ -107,7 +107,7 @@ def run_job(
     unread = [n for n in settings.NAMES if n not in _READ and settings.text(environ, n)]
     if unread:
         _remark(f"{', '.join(unread)}: ignored, because the launcher reads only its flags")
-    if run_dir := continued_run(options, environ):
+    if (run_dir := continued_run(options, environ)) and options.verbosity >= 0:
         _remark(f"continuing {shown(run_dir)}")
     run_dir, given = run_dir or chosen_run_dir(options.run_dir, environ), options
     options, group = with_variables(options, environ), None
@@ -255,7 +255,7 @@ def _run(job: JobDescription) -> int:
     if job.options.isolate:
         network = isolate(job.environ)
         enclose()
-    screen = standard_screen(job.environ)
+    screen = standard_screen(job.environ, verbosity=job.options.verbosity)
     with (
         PortPool(job.num_local_addresses, among=job.ports) as ports,
         SignalPipe() as signals,
@@ -264,7 +264,7 @@ def _run(job: JobDescription) -> int:
         if not network and job.kind.has_tensorflow_servers:
             network = reach(port.port for port in ports.renewed())
         if network:
-            screen.announce(network)
+            screen.out.say(network)  # a warning
         with RunDir(job.run_dir) as run_dir:
             screen.announce(f"run directory {job.run_dir}")
             code = JobRun(job, processes, screen=screen, run_dir=run_dir).run()
@@ -292,7 +292,8 @@ def _run_on_hosts(  # noqa: D417
     Raises:
         TfdistError: A host is missing or its terms differ. No task was started.
     """
-    screen, own = standard_screen(job.environ), own or group.hosts[0]
+    screen = standard_screen(job.environ, verbosity=job.options.verbosity)
+    own = own or group.hosts[0]
     if pipe is None:
         is_here = group.num_tasks(0) > 0
         own = own_address(own, other=group.others[0]) if is_here else socket.gethostname()
@@ -422,7 +423,8 @@ class JobRun:
                 seconds=time.monotonic() - began_s,
                 resume=resume_command(self._job.given, self._job.run_dir),
             )
-            self._screen.say("\n".join(lines))
+            if code or not self._screen.is_quiet:
+                self._screen.say("\n".join(lines))
             return code
 
     def _run_from(self, logs: Path) -> int:

@@ -163,7 +163,8 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
         UsageError: A flag is unknown, or a value is invalid.
     """
     made = flags_of(LaunchFlags)
-    words, rest = split(argv, takes_value={name: not made[name].boolean for name in made})
+    takes_value = {name: not made[name].boolean for name in made}
+    words, rest = split(argv, takes_value={**takes_value, "flagfile": True})
     if asks_for_help(words):
         return None
     values = read(made, words)

@@ -234,8 +234,9 @@ _HURRIED_DRAIN_S = 1.0
 class JobScreen:
     """Output of the tasks on `out`, and of the launcher on `err` (may be the same console)."""
 
-    def __init__(self, *, out: Console, err: Console) -> None:
+    def __init__(self, *, out: Console, err: Console, verbosity: int = 0) -> None:
         self.out = out
+        self.is_quiet = verbosity < 0
         self.err = err
         self.consoles = (out,) if out is err else (out, err)
         self._outputs: dict[Task, TaskOutput] = {}
@@ -256,8 +257,9 @@ class JobScreen:
         return output
 
     def announce(self, text: str) -> None:
-        """Show a line of the launcher in the tasks' output."""
-        self.out.say(text)
+        """Show a line of the launcher in the tasks' output, unless it is quiet."""
+        if not self.is_quiet:
+            self.out.say(text)
 
     def say(self, text: str) -> None:
         """Show lines of the launcher."""
@@ -319,10 +321,11 @@ class JobScreen:
         return "\n".join([head, f"its last lines{source}:", *(f"  {line}" for line in lines)])
 
 
-def standard_screen(environ: Mapping[str, str]) -> JobScreen:
+def standard_screen(environ: Mapping[str, str], *, verbosity: int = 0) -> JobScreen:
     """Return a screen on this process's standard output and error."""
     out = _console(1, environ)
-    return JobScreen(out=out, err=out if _is_same(1, 2) else _console(2, environ))
+    err = out if _is_same(1, 2) else _console(2, environ)
+    return JobScreen(out=out, err=err, verbosity=verbosity)
 
 
 def shows_in_place(fd: int, environ: Mapping[str, str]) -> bool:

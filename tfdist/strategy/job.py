@@ -181,7 +181,7 @@ def run_dir() -> Path:
 def _require_agreement(kind: Kind) -> None:
     config = read_environment(os.environ)
     resolved = resolved_kind(config) if config else AUTO
-    if config is None or resolved in (AUTO, KINDS["single"], kind):
+    if config is None or resolved.has_one_replica or resolved in (AUTO, kind):
         return
     raise UsageError(
         "tfdist",

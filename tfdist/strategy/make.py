@@ -7,9 +7,7 @@ import functools
 import logging
 import os
 import signal
-import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -29,9 +27,9 @@ from tfdist.cluster import (
     settings,
 )
 from tfdist.cluster.local_only import restricting_server
-from tfdist.errors import TfdistError, UsageError, require, require_one_of
+from tfdist.errors import UsageError, end_mistakes_in_one_line, require, require_one_of
 from tfdist.kinds import load
-from tfdist.options import LAUNCHED
+from tfdist.options import LAUNCHED, table
 from tfdist.renamed import without_renamed
 from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.group import broadcast_initial_values
@@ -99,13 +97,13 @@ def make_strategy(
     if legacy and LAUNCHED not in os.environ:  # otherwise the launcher has logged it
         _LOG.warning("%s", legacy)
     devices.require_unused_runtime()
+    of_some = {"min_workers": min_workers, "split_bytes": split_bytes}
     options = _options(
         config,
         devices_per_worker=devices_per_worker,
         threads_per_task=threads,
         startup_timeout_s=startup_timeout_s,
-        min_workers=min_workers,
-        split_bytes=split_bytes,
+        **of_some,
     )
     devices.set_threads(options.threads_per_task)
     devices.grow_gpu_memory()
@@ -125,6 +123,12 @@ def make_strategy(
         # The chief may be done before this task needs to know.
         rendezvous.chief_watch(config, timeout_s=options.startup_timeout_s)
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
+    uses = {name: kind.name in table(JobOptions)[name].strategies for name in of_some}
+    uses |= {"pipeline": kind.has_stages, "communication_options": kind.has_collectives}
+    given = {**of_some, "pipeline": pipeline, "communication_options": communication_options}
+    for name in given:
+        if given[name] is not None and not uses[name] and job.is_chief:
+            _LOG.warning("make_strategy: %s has no effect under strategy %s", name, kind)
     return job.strategy
 
 
@@ -338,24 +342,3 @@ def give_sigterm_back() -> None:
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     except ValueError:
         _LOG.debug("not in the main thread: SIGTERM keeps TensorFlow's handler")
-
-
-def end_mistakes_in_one_line() -> None:
-    """Print an uncaught `TfdistError` as one line, and exit with the exit code of the error.
-
-    A scheduler sees only the exit code of a program, so `make_strategy` calls this function in
-    every program. The previous hook handles other errors.
-    """
-    before = sys.excepthook
-    if getattr(before, "tells_mistakes", False):
-        return
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, TfdistError):
-            before(kind, error, trace)
-            return
-        print(f"tfdist: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(error.exit_code)  # Python accepts SystemExit from its hook
-
-    hook.tells_mistakes = True  # type: ignore[attr-defined]
-    sys.excepthook = hook

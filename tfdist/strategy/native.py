@@ -20,7 +20,7 @@ from typing import Any
 
 from keras.src.models.model import Trainer
 
-from tfdist.errors import require
+from tfdist.errors import end_mistakes_in_one_line, require
 
 _engine_runs = contextvars.ContextVar("engine_runs", default=False)
 _is_chief = [True]
@@ -105,6 +105,7 @@ def engine_runs() -> Iterator[None]:
 
 def require_engine(callback: Any) -> None:
     """Raise UsageError if Keras' own `fit` calls a callback of tfdist."""
+    end_mistakes_in_one_line()
     require(
         _engine_runs.get(),
         f"tfdist.{type(callback).__name__}",

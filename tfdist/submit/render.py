@@ -50,7 +50,7 @@ class Role:
 
 def batch_script(request: JobRequest) -> str:
     """Return the sbatch script, or raise UsageError for a job that does not fit one srun step."""
-    tasks, nodes = request.num_tasks, request.flags.nodes or 0
+    tasks, nodes = request.num_tasks, int(request.flags.nodes or 0)
     if request.kind.has_collectives and request.launch.workers == 1:
         fix = "use --workers 2 or more, or leave --strategy out"
         problem = f"--strategy {request.kind} needs 2 or more under Slurm"
@@ -73,7 +73,7 @@ def batch_script(request: JobRequest) -> str:
     if request.launch.run_dir is None and RUN_DIR not in request.env:
         run_dir = variables.pop(RUN_DIR)
     python, *program = request.command
-    return _template("slurm.sbatch.j2").render(
+    return template("slurm.sbatch.j2").render(
         request=request,
         flags=request.flags,
         variables=variables,
@@ -102,7 +102,7 @@ def manifests(request: JobRequest, *, kind: str) -> str:
     if kind == "job":
         _require_like_pods(request)
     ports = request.launch.port_range
-    return _template(f"{kind}.yaml.j2").render(
+    return template(f"{kind}.yaml.j2").render(
         request=request,
         flags=request.flags,
         roles=_roles(request) if kind != "job" else [],
@@ -207,7 +207,8 @@ def _yaml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _template(name: str) -> Any:
+def template(name: str) -> Any:
+    """Return a template of this folder. Filters: ``shell``, ``yaml``, ``pod``, ``block``."""
     require_packages("tfdist.submit", "jinja2", extra="submit")
     return _environment().get_template(name)
 

@@ -18,6 +18,7 @@ from tfdist.strategy.ring import Members
 from tfdist.training import keras_compat
 from tfdist.training.feed import Feed
 from tfdist.training.keras_compat import sharding
+from tfdist.training.keras_compat.trace import warn_once
 from tfdist.training.program import engine_class, is_own
 
 Slots = Literal["whole", "parts", "none"]
@@ -303,6 +304,7 @@ def shards(optimizer: Any, variables: Sequence[Any], job: Job, *, callbacks: Any
     """
     divides = job.kind.divides_variables
     if job.num_replicas == 1 and not divides:
+        warn_once("fit: sharded_optimizer has no effect with one worker")
         return False
     if divides or job.ring is None or isinstance(job.ring, Members):
         why = "already divides the optimizer" if divides else "has no ring of workers here"

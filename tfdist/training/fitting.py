@@ -28,6 +28,7 @@ from tfdist.training.callbacks import writes_files
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.evaluation import Evaluation, evaluate_checkpoints, evaluator_of
 from tfdist.training.inputs import Length
+from tfdist.training.keras_compat.trace import warn_once
 from tfdist.training.loop import RunPlan, TrainLoop
 from tfdist.training.program import (
     Engine,
@@ -106,7 +107,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
         optimizer, variables, job, callbacks=callbacks
     )
     require_int("initial_epoch", initial_epoch, least=0)
-    seed = _checked(run.seed, run.max_staleness)
+    seed = _checked(run.seed, run.max_staleness, job)
     if not isinstance(validation_freq, list):
         fix = "pass validation_freq=2, or a list of epochs from 1 on"
         validation_freq = require_int("validation_freq", validation_freq, least=1, fix=fix)
@@ -210,10 +211,12 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     return _train(model, job, engine, plan, key=key)
 
 
-def _checked(seed: int | None, max_staleness: int | None) -> int | None:
+def _checked(seed: int | None, max_staleness: int | None, job: Job) -> int | None:
     """Return the seed as a Python int; raise UsageError if a value is not a valid integer."""
     if max_staleness is not None:
         require_int("max_staleness", max_staleness, least=0)
+        if not job.kind.has_servers:
+            warn_once(f"fit: max_staleness has no effect under strategy {job.kind}, only under ps")
     return None if seed is None else require_int("seed", seed, least=0)
 
 
@@ -323,8 +326,8 @@ class StepLoop:
     ) -> None:
         building.require_compiled_functions(doing="StepLoop")
         require_int("first_step", first_step, least=0)
-        seed = _checked(seed, max_staleness)
         self._job = current_job() or job_of(tf.distribute.get_strategy())
+        seed = _checked(seed, max_staleness, self._job)
         require(
             not self._job.kind.has_stages,
             "StepLoop",
