@@ -23,7 +23,7 @@ endef
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
 .PHONY: help setup demo test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-migrations test-browser test-versions test-gpu \
-	docs lint wheel lock audit chaos bench soak stress recovery clean
+	docs lint wheel lock audit chaos bench soak recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -155,10 +155,6 @@ bench: setup  ## measure beside the peers, and write benchmarks/RESULTS.md
 
 soak: setup  ## record the memory of a job of each strategy for two hours, and write benchmarks/SOAK.md
 	$(CPU_ONLY) $(PY) -m benchmarks.soak $(ARGS)
-
-stress: setup  ## cached streams while the machine is busy: none may be cut; faults of a service: no request lost
-	HARDER=10 $(CPU_ONLY) $(PY) -m pytest tests/multiprocess/test_serve.py -k "lost or replaced or break or lose"
-	$(CPU_ONLY) $(PY) -m tests.stress.cached_streams $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted
 	rm -rf $(VENV) $(RAY_VENV) .venv-migrations .venv-with-* .venv-docs .venv-tools build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

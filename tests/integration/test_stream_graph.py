@@ -32,7 +32,7 @@ def no_global_seed(monkeypatch):
 
 
 def test_a_reading_that_was_dropped_leaves_its_cache_whole():
-    """TensorFlow cuts it, on a busy machine above all: see tests/stress/cached_streams.py."""
+    """TensorFlow cuts it, on a busy machine above all."""
     for _ in range(40):
         dataset = tf.data.Dataset.range(256).batch(64).prefetch(4).cache()
         next(iter(read(dataset, Reading())))
