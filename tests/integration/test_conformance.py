@@ -712,6 +712,16 @@ def any_length():
     return rows.padded_batch(8)
 
 
+def in_half_precision():
+    """Return a model whose gradients do not overflow, on any number of replicas."""
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(1)])
+    keras.config.set_dtype_policy("float32")
+    sgd = keras.optimizers.SGD(0.01)
+    model.compile(keras.optimizers.LossScaleOptimizer(sgd, initial_scale=16.0), "mse")
+    return model
+
+
 def squares():
     yield from (layers.Dense(4), AddsItsSquares())
     yield from (layers.BatchNormalization(synchronized=True), layers.Dense(1))
@@ -780,6 +790,7 @@ CELLS = {
     # Optimizers; every one by itself: test_equivalence
     "several optimizers": keras_too(lambda: dense(optimizers_of_parts()), replicas=(1, 2)),
     "loss scaling": keras_too(lambda: dense(scaled()), replicas=(1, 2)),
+    "mixed precision": one_device(in_half_precision, tolerance=2e-3, rtol=1e-2),
     "averages in validation": keras_too(
         averaged, callbacks=(keras.callbacks.SwapEMAWeights,), validation_data=(ROWS, TARGETS)
     ),

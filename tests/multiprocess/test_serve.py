@@ -31,9 +31,7 @@ import psutil
 import pytest
 from google.protobuf.wrappers_pb2 import BytesValue
 
-from tests.mutations import mutated
 from tests.processes import until
-from tfdist.errors import TfdistError
 from tfdist.serving.dispatch import QueueLimits
 from tfdist.serving.model_versions import find_versions
 from tfdist.serving.protocol import Target
@@ -42,7 +40,6 @@ from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor, _reserved
 DEADLINE_S = 120.0
 PREDICT = "/v1/models/m:predict"
 HEAD = "POST /v1/models/m:predict HTTP/1.1\r\n"
-OF_HTTP = (b"\r\n", b"\r\n\r\n", b"%00", b"chunked", b"-1", b"{", b"[")
 OF_M = b"\x0a\x01m"  # a ModelSpec with the name m
 RETRY = json.dumps(  # of docs/serving.md
     {
@@ -351,43 +348,6 @@ def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
     return b""
 
 
-def test_mutated_requests_are_answered_or_let_go_by_rest(shared):
-    front, random = front_of(shared.process.pid), Random(1)
-    body = b'{"instances": [[1, 2], [3, 4]], "signature_name": "serving_default"}'
-    valid = f"{HEAD}Host: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-    chunked = f"{HEAD}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode() + body
-    seeds = [valid, chunked + b"\r\n0\r\n\r\n", b"GET /v1/models/m/metadata HTTP/1.1\r\n\r\n"]
-    statuses = Counter[str]()
-    for _ in range(400):
-        answer = answer_to(shared.rest, mutated(random.choice(seeds), random, OF_HTTP))
-        found = re.match(rb"HTTP/1.1 (\d+) ", answer)
-        statuses[found[1].decode() if found else "closed" if not answer else repr(answer)] += 1
-    assert set(statuses) <= {"200", "400", "403", "404", "405", "501", "closed"}, statuses
-    assert shared.predict([1])[0] == 200
-    assert front_of(shared.process.pid) == front, "no front has died of it"
-    assert "Traceback" not in shared.said()
-
-
-def test_mutated_requests_are_answered_or_let_go_by_grpc(shared):
-    front, random = front_of(shared.process.pid), Random(2)
-    host, port = shared.grpc.split(":")
-    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)[:3] + b"\x04\x00" + bytes(4)
-    frames = preface + bytes([0, 0, 5, 1, 4, 0, 0, 0, 1]) + b"\x82\x84\x86\x41\x00"
-    for _ in range(200):
-        answer_to((host, int(port)), mutated(frames, random, OF_HTTP))
-    with grpc.insecure_channel(shared.grpc) as channel:
-        service = "/tensorflow.serving.PredictionService/"
-        for _ in range(300):
-            name = random.choice(["Predict", "GetModelMetadata", "Nothing"])
-            method = channel.unary_unary(service + name)
-            with contextlib.suppress(grpc.RpcError):
-                request = b"\x0a\x03\x0a\x01m\x12\x04\x0a\x02ab"
-                method(mutated(request, random, OF_HTTP), timeout=DEADLINE_S)
-    assert call_by_grpc(shared.grpc) is OK
-    assert front_of(shared.process.pid) == front
-    assert "Traceback" not in shared.said()
-
-
 def test_a_client_that_says_nothing_more_or_too_much_is_let_go(shared):
     half = f"{HEAD}Content-Length: 9\r\n\r\nhalf"
     with contextlib.ExitStack() as stack:
@@ -647,49 +607,6 @@ def follow(supervisor: ServiceSupervisor, begin: Callable[[], None]) -> None:
         asyncio.run(run())
     finally:
         supervisor._end()
-
-
-def test_a_replica_is_followed_to_its_end_also_where_no_spare_can_be_started(tmp_path, caplog):
-    supervisor = supervisor_of(tmp_path)
-
-    def refuse() -> None:
-        for one in supervisor._replicas.values():  # the replica has just said that it is ready
-            one.kill()
-        raise TfdistError("no room for a process")
-
-    start = supervisor._start_spare
-
-    def start_the_first() -> Any:
-        supervisor._start_spare = refuse
-        return start()
-
-    def begin() -> None:
-        supervisor._start_spare = start_the_first
-        supervisor._set("m", supervisor._models["m"].scanned(find_versions(tmp_path / "m")))
-
-    follow(supervisor, begin)
-    assert "m: cannot start a spare process: no room for a process" in caplog.text
-    assert "replica 1: killed by SIGKILL; replacing it" in caplog.text
-
-
-def test_a_front_that_cannot_be_started_again_is_tried_later(tmp_path, caplog):
-    supervisor, started = supervisor_of(tmp_path), list[Any]()
-
-    def spawn(role: str, *words: str, stdin: Any, **options: Any) -> Any:
-        started.append(role)
-        if len(started) == 2:
-            raise TfdistError("no room for a process")
-        if len(started) == 3:
-            supervisor._stop.set()
-        return subprocess.Popen(["true"], stdin=stdin)
-
-    supervisor._spawn = spawn
-    try:
-        asyncio.run(supervisor._keep_front())
-    finally:
-        supervisor._end()
-    assert started == ["front"] * 3
-    assert "front: no room for a process; starting a new front" in caplog.text
 
 
 def test_a_version_that_has_gone_before_its_replica_starts_can_come_back(tmp_path):
