@@ -96,7 +96,7 @@ test-migrations: .venv-migrations/.ready  ## both sides of docs/migrate, with th
 	tests/migrations/horovod.sh $(CURDIR)/.venv-migrations/bin/python
 	touch $@
 
-test-browser: setup  ## the report of a run and the page of a service in a headless Chromium, which root installs from Debian
+test-browser: setup  ## the report of a run in a headless Chromium, which root installs from Debian
 	tests/browser/setup.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/browser $(ARGS)
 

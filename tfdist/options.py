@@ -30,8 +30,6 @@ PLACES = ("local", "ssh", "slurm", "ray")
 TUNERS = ("random", "grid", "bayesian", "hyperband")
 OBJECTIVES = {"val_accuracy": "max", "val_loss": "min", "accuracy": "max", "loss": "min"}
 """Metrics that a trial reports, and whether the maximum or the minimum is best."""
-NONE, MEDIAN = "none", "median"
-"""Rules that can stop a hopeless trial."""
 
 CLUSTER, HOSTS = "TFDIST_CLUSTER", "TFDIST_HOSTS"
 NODE_RANK, LOCAL_RANK = "TFDIST_NODE_RANK", "TFDIST_LOCAL_RANK"
@@ -440,8 +438,6 @@ class TrialFlags(TrainFlags, HostFlags, _Counts, _Shape):
     trial_timeout_s: float = option(
         math.inf, "seconds without progress after which a trial ends", above=0
     )
-    early_stop: str = option(NONE, "rule that ends hopeless trials", choices=(NONE, MEDIAN))
-    retrain_best: bool = option(False, "train the best trial again and save its model")
     backup_every_steps: int | None = option(None, least=1)
     """Steps between saves of a `tfdist.tuning.search` trial. A config file has its own field."""
 
@@ -546,19 +542,8 @@ class TrainFields:
         free=True,
     )
     save_model: bool = option(False, "save the trained model as model.keras", free=True)
-    publish: str = option(
-        "",
-        "directory of a model server: export the best checkpoints during the run",
-        free=True,
-    )
     keep_checkpoints: int = option(
         2, "checkpoints to keep, besides the best by val_loss", least=1, free=True
-    )
-    tracker: str = option(
-        "none",
-        "also log the run to MLflow or Weights & Biases",
-        choices=("none", "mlflow", "wandb"),
-        free=True,
     )
     max_staleness: int | None = option(
         None,
@@ -575,11 +560,6 @@ class TrainFields:
         False,
         "fused kernels for normalization, GELU and attention, with other rounding",
         free=True,
-    )
-    overfit_batches: int = option(
-        0,
-        "number of batches to train on, to check that the model can learn (0: all)",
-        least=0,
     )
 
 

@@ -26,7 +26,6 @@ from google.protobuf import text_format
 
 from tfdist.argument_parser import load_function
 from tfdist.checkpoint.model_state import weights_sha256
-from tfdist.checkpoint.publish import saveable
 from tfdist.checkpoint.remote import (
     files_in,
     is_remote,
@@ -36,11 +35,11 @@ from tfdist.checkpoint.remote import (
     reading_from,
 )
 from tfdist.checkpoint.saved_run import RunStore
-from tfdist.checkpoint.warm_start import load_model_file, loading, set_weights
+from tfdist.checkpoint.warm_start import load_model_file, saveable, set_weights
 from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.outputs.sweep_journal import JOURNAL, RETRAINED, TRIALS, best_trial
+from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, best_trial
 from tfdist.serving.model_versions import find_models
 from tfdist.serving.protocol import version_number
 from tfdist.strategy import broadcast, job_of
@@ -504,13 +503,12 @@ def read_model(
 
     The source is a `.keras` file (read in Keras' safe mode), a run directory of `tfdist.train`, a
     directory written by `tfdist.BackupAndRestore`, or a sweep, which stands for the best model of
-    its best trial. `make` is a ``file.py:function`` that returns the checkpoints' model, or the
-    ``model.json`` of `PublishModel`. Raises UsageError if the file or checkpoint is missing or
-    belongs to another model.
+    its best trial. `make` is a ``file.py:function`` that returns the checkpoints' model. Raises
+    UsageError if the file or checkpoint is missing or belongs to another model.
     """
     if (source / JOURNAL).is_file():
         source = _best_run(source, make=make)
-        if source.is_dir() and step is None:
+        if step is None:
             best = RunStore(_checkpoints_in(source)).best() is not None
     if source.suffix == ".keras":
         problem = "--step, --best and --model need checkpoints, not a .keras file"
@@ -551,36 +549,21 @@ def read_model(
     return served, origin
 
 
-def newest_in(source: Path, *, best: bool = False) -> str | None:
-    """Return an identifier of a source's newest (or best) model, or `None` if there is no model."""
-    if source.suffix == ".keras":
-        with contextlib.suppress(FileNotFoundError):
-            return f"{source.stat().st_ino}:{source.stat().st_mtime_ns}"
-        return None
-    store = RunStore(_checkpoints_in(source))
-    step = store.best() if best else store.latest()
-    written_at = None if step is None else store.written_at(step)
-    return None if written_at is None else f"{step}:{written_at}"
-
-
 def _best_run(sweep: Path, *, make: str | None) -> Path:
-    """Return the run directory of a sweep's best trial, or the model that was trained again.
+    """Return the run directory of a sweep's best trial.
 
     The trial's checkpoints have no model if its program is in Python and `make` is not given.
     """
-    state, trial = best_trial(sweep, where=str(sweep))
-    run, again = RunDirectory(sweep / TRIALS / trial.run), RunDirectory(sweep / RETRAINED)
-    if make is not None or run.config_file.exists():
-        return run.path
+    _, trial = best_trial(sweep, where=str(sweep))
+    run = RunDirectory(sweep / TRIALS / trial.run)
     require(
-        state.retrained == trial.id and again.model_file.exists(),
+        make is not None or run.config_file.exists(),
         str(sweep),
         f"trial {trial.id} has checkpoints without a model",
-        fix="run the sweep again with --retrain_best (or retrain_best=True), or say which "
-        "function makes the model: --model train.py:make_model",
+        fix="pass the function that makes the model: --model train.py:make_model",
         code="not-a-source",
     )
-    return again.model_file
+    return run.path
 
 
 def _checkpoints_in(source: Path) -> Path:
@@ -589,12 +572,8 @@ def _checkpoints_in(source: Path) -> Path:
 
 
 def _made_by(make: str) -> keras.Model:
-    """Return the model from a ``file.py:function`` or from a JSON description."""
-    if make.endswith(".json") and Path(make).is_file():
-        with loading(make):
-            model = keras.models.model_from_json(Path(make).read_text())
-    else:
-        model = load_function(make, functools.partial(_bad_make, make))()
+    """Return the model from a ``file.py:function``."""
+    model = load_function(make, functools.partial(_bad_make, make))()
     if not isinstance(model, keras.Model) or not model.built:
         raise _bad_make(make, f"a {type(model).__name__} is not a built keras.Model")
     return model
