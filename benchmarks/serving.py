@@ -335,7 +335,7 @@ def batching(args: argparse.Namespace) -> Found:
         hot, _ = own_us(served / "m" / "1", 100)
         for _ in range(args.rounds):
             for size in (32, 1):
-                with service(served, "--spares=0", "--max_batch", f"{size}") as running:
+                with service(served, "--max_batch", f"{size}") as running:
                     summary = running.load(connections=32, seconds=4.0)
                     found.setdefault(size, []).append(summary["per_s"])
     figure = Figure(
@@ -358,7 +358,7 @@ def replicas(args: argparse.Namespace) -> Found:
         for _ in range(args.rounds):
             for count in (2, 1):
                 core = serving_peers.SERVER_CORE if count == 1 else None
-                with service(served, "--spares=0", replicas=count, core=core) as running:
+                with service(served, replicas=count, core=core) as running:
                     running.free_the_front()
                     summary = running.load(connections=32, seconds=4.0)
                     found.setdefault(count, []).append(summary["per_s"])
@@ -379,7 +379,7 @@ def faults(args: argparse.Namespace) -> Found:
     with scratch() as folder:
         served = export(folder)
         with (
-            service(served, "--hang_s=2", "--spares=2", replicas=2) as running,
+            service(served, "--hang_s=2", replicas=2) as running,
             concurrent.futures.ThreadPoolExecutor(1) as pool,
         ):
             disturbed = pool.submit(_disturb, running, folder, args)

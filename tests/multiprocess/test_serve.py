@@ -563,26 +563,10 @@ def children_of(supervisor: int, word: str) -> set[int]:
     return found
 
 
-def spare_of(running: Service) -> int:
-    """The process that waits to be a replica, once there is one."""
-    program = "tests.multiprocess.programs.fake_replica"
-    of_service = running.process.pid
-    return min(running.until(lambda: children_of(of_service, program) - {*running.replicas()}))
-
-
-def test_a_spare_takes_the_place_of_a_replica_and_kill_9_of_the_supervisor_leaves_none(tmp_path):
+def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, ended=-signal.SIGKILL, replicas=1) as running:
-        spare = spare_of(running)
-        os.kill(running.replicas()[0], signal.SIGKILL)
-        running.wait_for(r"replica \d+ is ready", 2)
-        assert running.replicas()[-1] == spare
-        os.kill(spare_of(running), signal.SIGKILL)  # a spare that is gone is no loss
-        os.kill(spare, signal.SIGKILL)
-        running.wait_for(r"replica \d+ is ready", 3)
-        wait_until_healthy(running)
-        assert running.predict([1])[0] == 200
-        processes = [running.replicas()[-1], spare_of(running), front_of(running.process.pid)]
+        processes = [*running.replicas(), front_of(running.process.pid)]
         running.process.kill()
         running.process.wait()
         running.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
