@@ -71,9 +71,8 @@ class ConfigSweep(sweep.Sweep):
 
     def flags_of(self, trial: Trial, seed: int) -> tuple[str, ...]:
         flags = self.space.flags(trial.values)
-        if self._config.seed is None and not any(f.startswith("--config.seed=") for f in flags):
-            flags += (f"--config.seed={seed}",)
-        return flags
+        is_set = self._config.seed is not None or any(f.startswith("--config.seed=") for f in flags)
+        return flags if is_set else (*flags, f"--config.seed={seed}")
 
 
 @contextlib.contextmanager
