@@ -1,21 +1,12 @@
 """What a run consumes of its examples, against what the model was given."""
 
-import dataclasses
-
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfdist
 from tests.tools.ledger import Ledger, prove, seen_by_pass
-from tfdist.cluster import KINDS
 from tfdist.data.python_indexed import PythonSource
-from tfdist.strategy import Job
-from tfdist.training import building
-from tfdist.training.engines import SynchronousEngine
-from tfdist.training.inputs import Length, prepare
-from tfdist.training.program import program_of
 
 EXAMPLES = 50
 X = np.arange(EXAMPLES, dtype="float32")[:, None]
@@ -66,24 +57,3 @@ def test_a_record_that_is_missing_changed_or_doubled_is_found(strategies, tmp_pa
         assert changed != lines
         path.write_text("\n".join([head, *changed]) + "\n")
         assert any(problem in line for line in prove(tmp_path / "run"))
-
-
-def test_without_an_observer_nothing_of_it_is_in_the_graph(strategies, tmp_path):
-    job = Job(strategy=strategies[3], kind=KINDS["mirrored"])
-    model = make(strategies[3])
-    operations = {}
-    for is_observed in (False, True):
-        feed = prepare(X, Y, None, job=job, length=Length(batch_size=8), shuffle=True, seed=1)
-        building.build(model, job, feed)
-        program = program_of(model, job, "train_step", feed, seed=1)
-        if is_observed:
-            program = dataclasses.replace(
-                program, observers=[Ledger(tmp_path).observe(program, job)]
-            )
-        function = SynchronousEngine(job)._compile_block(program)
-        bounds = [tf.constant(0, tf.int64), tf.constant(2, tf.int64)]
-        graph = function.get_concrete_function(*bounds).graph.as_graph_def()
-        nodes = [n.op for f in graph.library.function for n in f.node_def]
-        operations[is_observed] = [op for op in nodes if op.startswith("TensorList")]
-    assert operations[True]
-    assert not operations[False]
