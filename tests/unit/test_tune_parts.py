@@ -275,7 +275,7 @@ def test_a_host_on_which_no_trial_can_start_gets_no_more(monkeypatch):
     hosts.close("a", EXIT_USAGE, "a: Permission denied")
     now_s += 1e6
     assert hosts.slots() == [b]
-    assert hosts.flags(Slot()) == ["--hosts", "b:1"]
+    assert hosts.flags(b) == ["--hosts", "b:1"]
     hosts.close("b", EXIT_USAGE, "b: Permission denied")
     assert refused(hosts.slots) == ("--hosts", "no-host-left")
 

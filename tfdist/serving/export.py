@@ -560,7 +560,7 @@ def _best_run(sweep: Path, *, make: str | None) -> Path:
         make is not None or run.config_file.exists(),
         str(sweep),
         f"trial {trial.id} has checkpoints without a model",
-        fix="pass the function that makes the model: --model train.py:make_model",
+        fix="if a program made the model, pass its function: --model train.py:make_model",
         code="not-a-source",
     )
     return run.path
