@@ -33,6 +33,7 @@ _HOME_OF = {
     "BackupAndRestore": "tfdist.checkpoint.backup",
     "Evaluator": "tfdist.training.evaluation",
     "ModelCheckpoint": "tfdist.checkpoint.backup",
+    "PublishModel": "tfdist.checkpoint.publish",
     "load_weights": "tfdist.checkpoint.warm_start",
     "TfdistError": "tfdist.errors",
     "UsageError": "tfdist.errors",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
     from tfdist import data, errors, tuning
     from tfdist.checkpoint.backup import BackupAndRestore, ModelCheckpoint
+    from tfdist.checkpoint.publish import PublishModel
     from tfdist.checkpoint.warm_start import load_weights
     from tfdist.errors import (
         JobFailed,
@@ -95,6 +97,7 @@ __all__ = [
     "ModelCheckpoint",
     "PeerLost",
     "PipelineOptions",
+    "PublishModel",
     "Run",
     "StartupTimeout",
     "StepLoop",

@@ -542,6 +542,11 @@ class TrainFields:
         free=True,
     )
     save_model: bool = option(False, "save the trained model as model.keras", free=True)
+    publish: str = option(
+        "",
+        "directory of a model server: export the best checkpoints during the run",
+        free=True,
+    )
     keep_checkpoints: int = option(
         2, "checkpoints to keep, besides the best by val_loss", least=1, free=True
     )
@@ -560,6 +565,11 @@ class TrainFields:
         False,
         "fused kernels for normalization, GELU and attention, with other rounding",
         free=True,
+    )
+    overfit_batches: int = option(
+        0,
+        "number of batches to train on, to check that the model can learn (0: all)",
+        least=0,
     )
 
 

@@ -10,11 +10,8 @@ from tfdist.errors import UsageError
 
 GONE = {
     "--access_log": "--token, and a proxy that logs requests",
-    "--config.overfit_batches": "a train_split with few examples, such as train[:256]",
-    "--config.publish": "tfdist.export_model(model, directory) in a callback",
     "--config.tracker": "the callback of MLflow or W&B in a script",
     "--early_stop": "--tuner hyperband, or keras.callbacks.EarlyStopping in the trial",
-    "--follow": "tfdist.export_model(model, directory) in a callback",
     "--fork_server": "--start fork",
     "--host_timeout_s": "--startup_timeout_s",
     "--join": "tune --hosts, once",
@@ -45,8 +42,8 @@ RENAMED = {
     "BackupAndRestore(directory=)": "backup_dir=",
     "BackupAndRestore(every=)": 'save_freq="auto"',
     "BackupAndRestore(every_steps=)": "save_freq=, with the number of steps",
-    "BackupAndRestore(publish=)": "tfdist.export_model(model, directory) in a callback",
-    "BackupAndRestore(publish_model=)": "tfdist.export_model(model, directory) in a callback",
+    "BackupAndRestore(publish=)": "tfdist.PublishModel(directory), a callback of its own",
+    "BackupAndRestore(publish_model=)": "tfdist.PublishModel(directory, model=...)",
     "data.Normalize": "data.Normalization",
     "data.RandomCrop(size=)": "data.RandomCrop(height, width)",
     "data.RandomFlip(horizontal=)": 'data.RandomFlip("horizontal")',

@@ -57,7 +57,7 @@ OPTIONS = {
         *(("epochs", value) for value in (-1, 1.5, True, None)),
         *(("seed", value) for value in (-1, 1.5, "a")),
         *(("validation_freq", value) for value in (0, (1, 2))),
-        *(("steps_per_epoch", 0), ("initial_epoch", -1)),
+        *(("steps_per_epoch", 0), ("initial_epoch", -1), ("overfit_batches", 0.5)),
     ],
     "not-a-share": [("validation_split", value) for value in (1.0, -0.5)],
     "wrong-type": [("class_weight", value) for value in ([1, 1], {}, {"cat": 1.0}, {-1: 2.0})],
@@ -415,6 +415,7 @@ REFUSED = {
     ("callbacks", "unsupported-callback"): [
         with_callbacks([keras.callbacks.BackupAndRestore(f"{os.devnull}/backup")]),
     ],
+    ("PublishModel", "missing-backup"): [with_callbacks([tfdist.PublishModel("served")])],
     ("broadcast", "broadcast-key"): [
         lambda s: tfdist.broadcast({0: 1.0}),
         lambda s: tfdist.broadcast([{"a": ({"b": {1: 2}},)}]),

@@ -1,6 +1,8 @@
 """Exports: the SavedModel answers as the model does, or nothing is published."""
 
+import io
 import json
+import shutil
 from unittest.mock import Mock
 
 import keras
@@ -15,6 +17,7 @@ from tensorflow_serving.config.model_server_config_pb2 import ModelServerConfig
 import tfdist
 from tests.refusals import refusal
 from tfdist import export
+from tfdist.checkpoint.publish import _written
 from tfdist.errors import TfdistError
 from tfdist.files import FileLock
 from tfdist.serving import export as exports
@@ -351,6 +354,65 @@ def test_the_program_with_a_file_and_with_checkpoints(tmp_path, capsys):
     assert "the run has no best checkpoint" in capsys.readouterr().err
 
 
+def test_each_new_one_is_published_and_a_failure_ends_nothing(caplog):
+    """What has come until the end too; the first failure ends it."""
+    found = iter([None, "1", "1", "2", TfdistError("stale"), TfdistError("stale"), "3", "4"])
+    done, pauses = [], iter([False] * 6 + [True])
+
+    def newest():
+        one = next(found)
+        if isinstance(one, TfdistError):
+            raise one
+        return one
+
+    def publish():
+        done.append(len(done))
+        if len(done) == 2:
+            raise TfdistError("no room")
+
+    export._publish_each(newest, publish, pause=lambda: next(pauses))
+    assert (len(done), caplog.text.count("no room"), caplog.text.count("stale")) == (4, 1, 1)
+    found, done = iter(["1"]), [0]
+    with pytest.raises(TfdistError, match="no room"):
+        export._publish_each(newest, publish, pause=lambda: True)
+
+
+@pytest.fixture
+def until_eof(monkeypatch):
+    """Of a program whose standard input has ended, in this process."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    return ("--follow", "--until_eof")
+
+
+def test_a_source_that_is_not_there_yet_is_waited_for(tmp_path, until_eof, caplog):
+    assert export.main([str(tmp_path / "none"), str(tmp_path), *until_eof]) == 0
+    assert "none does not exist yet" in caplog.text
+
+
+def test_a_checkpoint_is_published_once_until_the_run_is_begun_anew(
+    tmp_path, monkeypatch, until_eof
+):
+    """Also where it comes between the look at the one before and the export."""
+    newest_in, before = exports.newest_in, iter(["1:1.5"])
+
+    def look(*words, **options):
+        return next(before, None) or newest_in(*words, **options)
+
+    monkeypatch.setattr(exports, "newest_in", look)
+    (tmp_path / "served/other/1").mkdir(parents=True)
+    (tmp_path / "served/other/1/manifest.json").write_text("[]")  # somebody else's
+    words = [str(tmp_path / "backup"), str(tmp_path / "served"), f"--model={__file__}:line"]
+    for is_new, versions in ((True, 1), (False, 1), (True, 2)):
+        if is_new:
+            shutil.rmtree(tmp_path / "backup", ignore_errors=True)
+            backup, model = tfdist.BackupAndRestore(tmp_path / "backup"), line()
+            model.compile("sgd", "mse")
+            tfdist.fit(model, RNG.rand(4, 3), RNG.rand(4, 2), callbacks=[backup], verbose=0)
+        assert export.main([*words, *until_eof]) == 0
+        assert len(list(tmp_path.glob("served/line/[0-9]*"))) == versions
+
+
 def test_a_version_is_written_to_a_url(tmp_path, monkeypatch):
     monkeypatch.setenv("TFDIST_RUN_DIR", str(tmp_path))
     monkeypatch.setattr(MemoryFileSystem, "store", {})
@@ -378,6 +440,36 @@ def test_a_version_is_written_to_a_url(tmp_path, monkeypatch):
         TfdistError, match=r"/line/3 cannot be written .refused.; the version is in"
     ):
         tfdist.export_model(model, url)
+
+
+def test_what_a_layer_has_learned_by_adapt_is_published_or_refused(tmp_path):
+    values = (RNG.randn(16, 3) * 5 + 20).astype("float32")
+    scale, look_up = layers.Normalization(), layers.StringLookup(output_mode="one_hot")
+    scale.adapt(values)
+    look_up.adapt(["a", "b"])
+    model = line(lambda x: layers.Dense(2)(scale(x)))
+    word = keras.Input((1,), dtype="string")
+    model.compile("sgd", "mse")
+    backup = tfdist.BackupAndRestore(tmp_path)
+    tfdist.fit(model, values, values[:, :2], callbacks=[backup], verbose=0)
+    found, _ = exports.read_model(tmp_path, make=str(_written(model, tmp_path)))
+    np.testing.assert_array_equal(found(values), model(values))
+    vocabulary = keras.Model(word, layers.Dense(2)(look_up(word)))
+    for damaged in ("{", "{}", '{"class_name": "Dense", "module": "keras.layers", "config": {}}'):
+        (tmp_path / "damaged.json").write_text(damaged)
+        made = str(tmp_path / "damaged.json")
+        caught = refusal(lambda made=made: exports.read_model(tmp_path, make=made))
+        assert caught.code in ("not-loadable", "not-a-model")
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "model.json").unlink()
+    (tmp_path / "model.json").symlink_to(tmp_path / "victim")  # by whoever made the checkpoints
+    _written(model, tmp_path)
+    assert (tmp_path / "victim").read_text() == "mine"
+    caught = refusal(lambda: _written(vocabulary, tmp_path))
+    assert caught.code == "not-a-model"
+    assert f"layer {look_up.name} has a vocabulary from adapt" in caught.problem
+    known = layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
+    assert _written(keras.Model(word, layers.Dense(2)(known(word))), tmp_path)
 
 
 @pytest.mark.parametrize(

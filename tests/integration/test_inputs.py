@@ -167,6 +167,12 @@ def test_devices_of_a_task_share_one_order_of_a_function_of_input_context(strate
     assert first.tolist() != second.tolist()
 
 
+def test_overfitting_sees_the_same_batches_of_a_stream_that_is_shuffled(strategies):
+    shuffled = dataset().unbatch().shuffle(49).batch(8)
+    first, _, third, _ = read_by(strategies[1], shuffled, epochs=2, overfit_batches=2)
+    np.testing.assert_array_equal(first, third)
+
+
 def test_class_weights_of_labels_whose_width_is_not_known_before(strategies):
     def widened(x, y):
         return x, tf.raw_ops.PlaceholderWithDefault(input=y, shape=(None, None))
@@ -209,6 +215,30 @@ def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies)
         seen.clear()
         train(strategies[2], source, epochs=2, steps_per_epoch=4)
         assert len(seen) == len(set(seen)) >= 48
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_batches_of_rows_of_no_fixed_size_train_as_under_keras(strategies, kind):
+    tokens = tf.ragged.constant([[1, 2], [3], [4, 5, 1], [2, 2]] * 5, dtype=tf.int32)
+    rows = tf.sparse.from_dense(X[:20] * (X[:20] > 0))
+    data = tf.data.Dataset.from_tensor_slices((tokens if kind == "ragged" else rows, Y[:20]))
+
+    def model():
+        keras.utils.set_random_seed(1)
+        first = [keras.Input((4,), sparse=True)]
+        if kind == "ragged":
+            first = [keras.Input((None,), dtype="int32", ragged=True), keras.layers.Embedding(6, 4)]
+            first += [keras.layers.GlobalAveragePooling1D()]
+        made = keras.Sequential([*first, keras.layers.Dense(1)])
+        made.compile(keras.optimizers.SGD(0.05), "mse")
+        return made
+
+    with strategies[2].scope():
+        ours = model()
+    tfdist.fit(ours, data.batch(8), epochs=2, verbose=0)
+    theirs = model()
+    theirs.fit(data.batch(8), epochs=2, verbose=0)
+    assert difference(ours, theirs) < 1e-6
 
 
 def test_a_batch_without_an_example_is_a_step_as_under_keras(strategies):
@@ -328,6 +358,15 @@ def test_shuffling_batches_shuffles_examples_and_those_of_python_alike(strategie
     assert difference(batches, examples) == 0
     python, _ = train(strategies[2], Examples(), batch_size=8, epochs=2)
     assert difference(python, examples) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["arrays", "pydataset", "dataset", "endless"])
+def test_overfitting_sees_the_first_batches_only(kind, strategies):
+    make, arguments = KINDS[kind]
+    few, _ = train(strategies[1], X[:16], Y[:16], batch_size=8, epochs=4, shuffle=False)
+    options = {**arguments, "steps_per_epoch": 2} if kind == "endless" else arguments
+    other, _ = train(strategies[1], *make(), epochs=4, shuffle=False, overfit_batches=2, **options)
+    assert difference(few, other) < 1e-6
 
 
 def test_virtual_epochs_do_not_cut_batches_that_come_ready(strategies):

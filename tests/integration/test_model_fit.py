@@ -179,6 +179,7 @@ def ours_beside_keras(path):
         tfdist.Run(seed=1),
         tfdist.BackupAndRestore(path / "b"),
         tfdist.ModelCheckpoint(path / "m.keras"),
+        tfdist.PublishModel(path / "served"),
     ]
 
 

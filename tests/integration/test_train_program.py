@@ -113,6 +113,8 @@ def test_a_sweep_is_exported_as_the_best_model_of_its_best_trial(finished, tmp_p
     wanted, best = read_model(finished, best=True)
     assert (origin["run"], origin["step"]) == (str(sweep / "trials" / "1"), best["step"])
     assert weights_sha256(model) == weights_sha256(wanted)
+    words = ("-m", "tfdist.export", str(sweep), str(tmp_path), "--follow")
+    assert "--follow: " in forked_python.run(*words, timeout=DEADLINE_S).stderr
 
 
 def test_a_run_is_exported_in_its_precision(finished):
@@ -183,6 +185,14 @@ def test_config_lines_reach_the_training(tmp_path):
     assert summary["status"] == "done"
     assert summary["steps"] == 21
     assert len(RunDirectory(tmp_path / "run").read_metrics()) == 3
+
+
+def test_overfitting_a_few_batches_learns_them_by_heart(tmp_path):
+    config = Path(__file__).parents[2] / "configs" / "overfit_digits.py"
+    flags = ("--config.total_examples=12800", "--config.seed=1")
+    summary = trained(tmp_path / "run", f"--config={config}", *flags)
+    assert summary["metrics"]["loss"] < 0.02
+    assert summary["metrics"]["accuracy"] == 1.0
 
 
 def test_patience_ends_a_run_that_does_not_get_better_in_a_directory_of_its_own(tmp_path):

@@ -1,7 +1,10 @@
 """An export is served as it is: the program, its real replicas, and the clients of others."""
 
 import contextlib
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ from tensorflow_serving.apis import (
 
 import tfdist
 from benchmarks import load
+from tests import forked_python
 from tests.multiprocess.test_serve import DEADLINE_S, Service, wait_until_healthy
 
 pytestmark = pytest.mark.slow
@@ -79,6 +83,12 @@ def service(directory: Path, log: Path) -> Iterator[Service]:
             process.kill()
 
 
+def train(model: keras.Model, backup: Path, epochs: int, *more: Any) -> None:
+    callbacks = [*more, tfdist.BackupAndRestore(backup, best="loss")]
+    target = np.ones((3, 2), "float32")
+    tfdist.fit(model, X, target, epochs=epochs, callbacks=callbacks, batch_size=3, verbose=0)
+
+
 def test_an_export_and_then_the_next_one_is_served(tmp_path):
     first = export(tmp_path / "served", seed=1)
     with service(tmp_path / "served", tmp_path / "log") as running:
@@ -104,3 +114,44 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path):
         running.process.terminate()
         assert running.process.wait(DEADLINE_S) == 0
         assert not re.findall("deprecat|replaced", running.said(), re.IGNORECASE)
+
+
+def test_a_run_is_published_as_it_goes(tmp_path):
+    (tmp_path / "program.py").write_text(MAKE)
+    model = own_model()
+    words = [str(tmp_path / "backup"), str(tmp_path / "served"), "--best", "--follow"]
+    command = ["-m", "tfdist.export", *words, "--model", f"{tmp_path}/program.py:make"]
+    reads, writes = os.pipe()
+    follows = forked_python.Program(*command, stdout=writes)
+    os.close(writes)
+    with os.fdopen(reads) as said:
+        try:
+            train(model, tmp_path / "backup", 1)
+            assert said.readline().strip() == str(tmp_path / "served" / "m" / "1")
+            with service(tmp_path / "served", tmp_path / "log") as running:
+                train(model, tmp_path / "backup", 2)
+                running.wait_for(r"m: serving version 2, [\d.]+ s after its checkpoint was saved")
+                wait_until_healthy(running)
+                found = running.predict(X.tolist())[1]["predictions"]
+                np.testing.assert_allclose(found, model.predict(X, verbose=0), atol=1e-6)
+            follows.send_signal(signal.SIGTERM)
+            assert follows.wait(DEADLINE_S) == 0
+        finally:
+            follows.kill()
+
+
+def test_a_run_publishes_its_best_checkpoints_by_itself(tmp_path):
+    model = own_model()
+
+    def steps_after(epochs: int) -> list[int]:
+        """Train to so many epochs; return the steps of all versions."""
+        train(model, tmp_path / "backup", epochs, tfdist.PublishModel(tmp_path / "served"))
+        manifests = sorted((tmp_path / "served" / "m").glob("[0-9]/manifest.json"))
+        return [json.loads(file.read_text())["step"] for file in manifests]
+
+    assert steps_after(1) == [1]
+    steps = steps_after(3)
+    assert (steps[0], steps[-1], len(set(steps))) == (1, 3, len(steps))
+    served = tf.saved_model.load(tmp_path / "served" / "m" / str(len(steps)))
+    found = served.signatures["serving_default"](features=tf.constant(X))["scores"]
+    np.testing.assert_allclose(found, model.predict(X, verbose=0), atol=1e-6)

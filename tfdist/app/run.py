@@ -16,6 +16,7 @@ import keras
 from tfdist.app import recipe
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
 from tfdist.checkpoint.model_state import state_sha256, weights_sha256
+from tfdist.checkpoint.publish import PublishModel
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.cluster.settings import restarts
 from tfdist.configs import FREE
@@ -149,9 +150,14 @@ def _fit(
     callbacks = [
         *([stopping] if stopping else []),
         _backup(config, directory),
+        *([PublishModel(config.publish, run=directory.path)] if config.publish else []),
         keras.callbacks.TerminateOnNaN(),
         reporter,
     ]
+    options = {
+        "overfit_batches": config.overfit_batches,
+        "initial_weights": config.initial_weights,
+    }
     history = fit(
         model,
         datasets.training,
@@ -164,7 +170,7 @@ def _fit(
         max_staleness=config.max_staleness,
         sharded_optimizer=config.sharded_optimizer,
         fused_kernels=config.fused_kernels,
-        initial_weights=config.initial_weights or None,
+        **{name: value for name, value in options.items() if value},
     )
     losses = history.history.get("loss", [])
     if losses and not math.isfinite(losses[-1]):

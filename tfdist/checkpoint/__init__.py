@@ -7,6 +7,7 @@
     callback_state  state of callbacks as JSON
     backup          callbacks that save and resume a run: `BackupAndRestore`, `ModelCheckpoint`
     remote          copies in buckets and other file systems of fsspec
+    publish         export of checkpoints during the run
     warm_start      initial weights from another run
 
 You can read a checkpoint without TensorFlow.

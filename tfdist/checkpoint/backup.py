@@ -22,6 +22,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.checkpoint import callback_state, model_state
+from tfdist.checkpoint.publish import PublishModel
 from tfdist.checkpoint.remote import RemoteCheckpoints, is_remote, local_directory, put
 from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.store import Checkpoint, NothingWhole
@@ -169,6 +170,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.store = RunStore(backup_dir, keep=keep)
         self.exact = exact
         self.best = best
+        self.publisher: PublishModel | None = None
         self._every_steps = None if isinstance(save_freq, str) else save_freq
         self._every_s = every_s
         self._best = Best(best, mode)
@@ -299,6 +301,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.wait()
         except Exception as error:
             _LOG.error("%s", error)
+        if self.publisher:
+            self.publisher.close()
         if self.remote:
             self.remote.close()
         self.store.close()

@@ -237,18 +237,3 @@ def _unreadable(path: str, problem: str) -> UsageError:
         fix="pass a .keras file, a .weights.h5 file, or a directory of BackupAndRestore",
         code="no-weights",
     )
-
-
-@contextlib.contextmanager
-def saveable(model: keras.Model, *, where: str, fix: str) -> Iterator[None]:
-    """Raise UsageError at `where` if Keras cannot save or load the model in the block."""
-    try:
-        yield
-    except (TypeError, ValueError, NotImplementedError) as error:
-        said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UsageError(
-            where,
-            f"Keras cannot save and load the model {model.name!r} ({said})",
-            fix=fix,
-            code="not-saveable",
-        ) from error

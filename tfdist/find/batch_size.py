@@ -320,7 +320,7 @@ def request_of(model: Any, x: Any, y: Any, path: Path) -> dict[str, Any]:
     """Save a model as ``.keras``. Return a request with its path, data spec and dtype policy."""
     import keras
 
-    from tfdist.checkpoint.warm_start import saveable
+    from tfdist.checkpoint.publish import saveable
     from tfdist.find.spec import encode_spec, spec_of
 
     with saveable(model, where="find_batch_size", fix=_REGISTER):

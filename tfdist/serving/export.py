@@ -26,6 +26,7 @@ from google.protobuf import text_format
 
 from tfdist.argument_parser import load_function
 from tfdist.checkpoint.model_state import weights_sha256
+from tfdist.checkpoint.publish import saveable
 from tfdist.checkpoint.remote import (
     files_in,
     is_remote,
@@ -35,7 +36,7 @@ from tfdist.checkpoint.remote import (
     reading_from,
 )
 from tfdist.checkpoint.saved_run import RunStore
-from tfdist.checkpoint.warm_start import load_model_file, saveable, set_weights
+from tfdist.checkpoint.warm_start import load_model_file, loading, set_weights
 from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
@@ -503,12 +504,13 @@ def read_model(
 
     The source is a `.keras` file (read in Keras' safe mode), a run directory of `tfdist.train`, a
     directory written by `tfdist.BackupAndRestore`, or a sweep, which stands for the best model of
-    its best trial. `make` is a ``file.py:function`` that returns the checkpoints' model. Raises
-    UsageError if the file or checkpoint is missing or belongs to another model.
+    its best trial. `make` is a ``file.py:function`` that returns the checkpoints' model, or the
+    ``model.json`` of `PublishModel`. Raises UsageError if the file or checkpoint is missing or
+    belongs to another model.
     """
     if (source / JOURNAL).is_file():
         source = _best_run(source, make=make)
-        if step is None:
+        if source.is_dir() and step is None:
             best = RunStore(_checkpoints_in(source)).best() is not None
     if source.suffix == ".keras":
         problem = "--step, --best and --model need checkpoints, not a .keras file"
@@ -549,6 +551,18 @@ def read_model(
     return served, origin
 
 
+def newest_in(source: Path, *, best: bool = False) -> str | None:
+    """Return an identifier of a source's newest (or best) model, or `None` if there is no model."""
+    if source.suffix == ".keras":
+        with contextlib.suppress(FileNotFoundError):
+            return f"{source.stat().st_ino}:{source.stat().st_mtime_ns}"
+        return None
+    store = RunStore(_checkpoints_in(source))
+    step = store.best() if best else store.latest()
+    written_at = None if step is None else store.written_at(step)
+    return None if written_at is None else f"{step}:{written_at}"
+
+
 def _best_run(sweep: Path, *, make: str | None) -> Path:
     """Return the run directory of a sweep's best trial.
 
@@ -572,8 +586,12 @@ def _checkpoints_in(source: Path) -> Path:
 
 
 def _made_by(make: str) -> keras.Model:
-    """Return the model from a ``file.py:function``."""
-    model = load_function(make, functools.partial(_bad_make, make))()
+    """Return the model from a ``file.py:function`` or from a JSON description."""
+    if make.endswith(".json") and Path(make).is_file():
+        with loading(make):
+            model = keras.models.model_from_json(Path(make).read_text())
+    else:
+        model = load_function(make, functools.partial(_bad_make, make))()
     if not isinstance(model, keras.Model) or not model.built:
         raise _bad_make(make, f"a {type(model).__name__} is not a built keras.Model")
     return model

@@ -23,6 +23,7 @@ from keras.src.callbacks import CallbackList
 from keras.src.utils.python_utils import is_default
 
 from tfdist.checkpoint.backup import BackupAndRestore, less_is_better
+from tfdist.checkpoint.publish import PublishModel
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training import trackers
@@ -102,7 +103,7 @@ def callback_list(
 
 def writes_files(callback: Any) -> bool:
     """Return whether a callback saves or logs, so that a fast development run leaves it out."""
-    savers = BackupAndRestore | keras.callbacks.BackupAndRestore
+    savers = BackupAndRestore | keras.callbacks.BackupAndRestore | PublishModel
     saves = isinstance(callback, savers)
     is_writer = isinstance(callback, _WRITERS) and not isinstance(
         callback, keras.callbacks.ProgbarLogger

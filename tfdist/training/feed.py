@@ -83,10 +83,12 @@ class Order:
     Attributes:
       examples: number of examples to use from the start of the data, or `None` if it is unknown.
       shuffle: True to shuffle in a different order in each pass.
+      batches: number of ready-made batches to use, or `None` for all (default: `None`).
     """
 
     examples: int | None
     shuffle: bool
+    batches: int | None = None
 
 
 class Feed(abc.ABC):
@@ -388,7 +390,7 @@ class BatchFeed(PythonFeed):
         super().__init__(source, plan, **options)
         self.may_be_empty = True
         self._threads = source.workers
-        self._batches = source.num_batches
+        self._batches = self.order.batches or source.num_batches
 
     def _hooks_before(self, step: int, *, is_first: bool) -> Sequence[Callable[[], None]]:
         """As in `PythonFeed`. A run that starts within a pass also calls `on_epoch_begin`."""
@@ -456,7 +458,7 @@ class StreamFeed(Feed):
         self._is_compared = self._job.num_tasks > 1
         self._read: Any = None
         unknown = self.source.num_batches is None and not self.source.is_endless
-        if self._is_compared and unknown:
+        if self._is_compared and unknown and self.order.batches is None:
             self.ends = []
         if self._is_compared:
             with tf.init_scope(), tf.device("/CPU:0"):
@@ -546,7 +548,10 @@ class StreamFeed(Feed):
         return lambda step: self._whole(step, batches.get_next())
 
     def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        return dataset if self.source.is_endless else dataset.repeat()
+        batches = self.order.batches
+        if batches is None:
+            return dataset if self.source.is_endless else dataset.repeat()
+        return dataset.take(batches).cache().repeat()  # the same batches in each shuffled pass
 
     def _parts(self, step: tf.Tensor, data: Any) -> tuple[Part, ...]:
         whole = self._whole(step, data)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
+from tfdist.checkpoint.publish import publish_from
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.data.draws import draws_nothing
 from tfdist.errors import require, require_int
@@ -142,6 +143,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     flat = keras.tree.flatten(callbacks or [])
     backups = [callback for callback in flat if isinstance(callback, BackupAndRestore)]
     observers = [callback for callback in flat if isinstance(callback, RunObserver)]
+    publish_from(backups, flat)
     saved = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
     key: Callable[[], Any] | None = None
@@ -171,6 +173,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
             epochs=epochs,
             steps_per_epoch=steps_per_epoch,
             virtual_epochs=run.virtual_epochs,
+            overfit_batches=run.overfit_batches,
             most_epochs=most_epochs,
             most_steps=most_steps,
         ),

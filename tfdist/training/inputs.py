@@ -54,6 +54,7 @@ class Length:
     epochs: int = 1
     steps_per_epoch: int | None = None
     virtual_epochs: VirtualEpochs | None = None
+    overfit_batches: int | None = None
     once: bool = False
     most_epochs: int | None = None
     most_steps: int | None = None
@@ -104,8 +105,8 @@ def prepare(
     source = _checked_source(source, job=job, shuffle=shuffle)
     batch, examples = _sizes_of(source, length, job=job, seed=seed)
     _require_enough(batch, job)
-    order = Order(examples=examples, shuffle=bool(shuffle))
-    plan = _plan(length, batch=batch, examples=examples)
+    order = _order_of(examples, length, batch=batch, shuffle=shuffle)
+    plan = _plan(length, batch=batch, examples=order.examples)
     steps = len(plan.steps(0)) if plan.num_epochs else 0
     lengths = {"batch_size": batch, "epochs": plan.num_epochs, "steps of an epoch": steps}
     require_same_lengths(job, lengths | {"steps": plan.total_steps})
@@ -150,10 +151,19 @@ def _preprocessing_of(model: keras.Model | None) -> Callable[..., Any] | None:
     return getattr(model, "preprocess_samples", None)
 
 
+def _order_of(examples: int | None, length: Length, *, batch: int, shuffle: bool) -> Order:
+    """Return the order of the examples, limited by `overfit_batches`."""
+    few = length.overfit_batches
+    if few:
+        examples = few * batch if examples is None else min(examples, few * batch)
+        few = -(-examples // batch)
+    return Order(examples=examples, shuffle=bool(shuffle), batches=few)
+
+
 def _checked(length: Length) -> Length:
     """Return the length with Python integers, as in checkpoints; raise UsageError."""
     numbers: dict[str, Any] = {"epochs": require_int("epochs", length.epochs, least=0)}
-    for name in ("batch_size", "steps_per_epoch"):
+    for name in ("batch_size", "steps_per_epoch", "overfit_batches"):
         value = getattr(length, name)
         if value is not None:
             shown = "steps" if length.once and name == "steps_per_epoch" else name

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.checkpoint.backup import BackupAndRestore, ModelCheckpoint
+from tfdist.checkpoint.publish import PublishModel
 from tfdist.errors import UsageError, require
 from tfdist.strategy import Job, current_job
 from tfdist.training.evaluation import evaluate, predict
@@ -105,7 +106,7 @@ def _arguments(
 def _reason_for_keras(model: keras.Model, arguments: Mapping[str, Any]) -> str | None:
     """Return why Keras' own loop runs a call in one process, or `None` if the engine runs it."""
     callbacks = keras.tree.flatten(arguments.get("callbacks") or [])
-    own = Run | BackupAndRestore | ModelCheckpoint
+    own = Run | BackupAndRestore | ModelCheckpoint | PublishModel
     if any(isinstance(c, own) for c in callbacks):
         return None  # the engine rejects unsupported arguments
     if getattr(model, "run_eagerly", False):

@@ -35,6 +35,7 @@ class Run(keras.callbacks.Callback):
       virtual_epochs: length of the run in examples, instead of `epochs` (default: `None`).
       seed: seed of the example order, augmentation and Dropout. By default the chief draws it
         with Python's `random`, which `keras.utils.set_random_seed` seeds.
+      overfit_batches: number of batches at the start of the data to overfit (default: all data).
       initial_weights: `.keras` or `.weights.h5` file, or checkpoint directory, to start from. See
         `tfdist.load_weights`. A resumed run continues with its own weights.
       max_staleness: maximum number of updates by other workers between a step's read of the
@@ -53,6 +54,7 @@ class Run(keras.callbacks.Callback):
 
     virtual_epochs: VirtualEpochs | None = None
     seed: int | None = None
+    overfit_batches: int | None = None
     initial_weights: str | os.PathLike[str] | None = None
     max_staleness: int | None = None
     sharded_optimizer: bool = False
