@@ -24,7 +24,7 @@ endef
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
 .PHONY: help setup demo test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-buckets test-migrations test-browser test-versions test-gpu \
-	docs lint wheel lock audit chaos bench soak stress recovery clean
+	docs lint wheel lock audit chaos bench soak recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -105,7 +105,7 @@ test-migrations: .venv-migrations/.ready  ## both sides of docs/migrate, with th
 	tests/migrations/horovod.sh $(CURDIR)/.venv-migrations/bin/python
 	touch $@
 
-test-browser: setup  ## the report of a run and the page of a service in a headless Chromium, which root installs from Debian
+test-browser: setup  ## the report of a run in a headless Chromium, which root installs from Debian
 	tests/browser/setup.sh
 	$(CPU_ONLY) $(PY) -m pytest tests/browser $(ARGS)
 
@@ -164,10 +164,6 @@ bench: setup  ## measure beside the peers, and write benchmarks/RESULTS.md
 
 soak: setup  ## record the memory of a job of each strategy for two hours, and write benchmarks/SOAK.md
 	$(CPU_ONLY) $(PY) -m benchmarks.soak $(ARGS)
-
-stress: setup  ## cached streams while the machine is busy: none may be cut; faults of a service: no request lost
-	HARDER=10 $(CPU_ONLY) $(PY) -m pytest tests/multiprocess/test_serve.py -k "lost or replaced or break or lose"
-	$(CPU_ONLY) $(PY) -m tests.stress.cached_streams $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted
 	rm -rf $(VENV) $(RAY_VENV) .venv-buckets .venv-migrations .venv-with-* .venv-docs .venv-tools build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

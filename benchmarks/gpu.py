@@ -447,7 +447,7 @@ def part_serving() -> Figures:
     expected = tfdist.predict(model, x, verbose=0)
     tfdist.export_model(model, work() / "served", name="kit")
     port, other = free_ports(2)
-    flags = (f"--rest_port={port}", f"--grpc_port={other}", "--spares=0")
+    flags = (f"--rest_port={port}", f"--grpc_port={other}")
     with started("-m", "tfdist.serve", str(work() / "served"), *flags) as server:
         body = json.dumps({"instances": x.tolist()}).encode()
         url = f"http://127.0.0.1:{port}/v1/models/kit:predict"

@@ -24,8 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,14 +120,6 @@ for _ in range(100):
     call()
 calls = int(sys.argv[3])
 print(json.dumps([spent(calls, call), spent(calls, pause, call) - spent(calls, pause)]))
-"""
-TRAIN = """
-import sys, numpy as np, tfdist
-sys.path.insert(0, sys.argv[1])
-import program
-x = np.random.default_rng(0).random((64, 16), "float32")
-backup = tfdist.BackupAndRestore(sys.argv[2], best="loss")
-tfdist.fit(program.make(), x, x[:, :2], epochs=int(sys.argv[3]), callbacks=[backup], verbose=0)
 """
 
 
@@ -345,7 +335,7 @@ def batching(args: argparse.Namespace) -> Found:
         hot, _ = own_us(served / "m" / "1", 100)
         for _ in range(args.rounds):
             for size in (32, 1):
-                with service(served, "--spares=0", "--max_batch", f"{size}") as running:
+                with service(served, "--max_batch", f"{size}") as running:
                     summary = running.load(connections=32, seconds=4.0)
                     found.setdefault(size, []).append(summary["per_s"])
     figure = Figure(
@@ -368,7 +358,7 @@ def replicas(args: argparse.Namespace) -> Found:
         for _ in range(args.rounds):
             for count in (2, 1):
                 core = serving_peers.SERVER_CORE if count == 1 else None
-                with service(served, "--spares=0", replicas=count, core=core) as running:
+                with service(served, replicas=count, core=core) as running:
                     running.free_the_front()
                     summary = running.load(connections=32, seconds=4.0)
                     found.setdefault(count, []).append(summary["per_s"])
@@ -389,7 +379,7 @@ def faults(args: argparse.Namespace) -> Found:
     with scratch() as folder:
         served = export(folder)
         with (
-            service(served, "--hang_s=2", "--spares=2", replicas=2) as running,
+            service(served, "--hang_s=2", replicas=2) as running,
             concurrent.futures.ThreadPoolExecutor(1) as pool,
         ):
             disturbed = pool.submit(_disturb, running, folder, args)
@@ -431,57 +421,6 @@ def _fault(running: Service, signum: int) -> None:
     running.wait_for("is ready", before + 1)
 
 
-def publish(args: argparse.Namespace) -> Found:
-    """Seconds from a whole checkpoint to the first answer of its version."""
-    seconds = []
-    with scratch() as folder:
-        export(folder)  # TensorFlow's files are in memory then
-        program, served = f"{folder}/program.py:make", folder / "served"
-        backup = str(folder / "backup")
-        words = ["-m", "tfdist.export", backup, str(served), "--model", program, "--best"]
-        with subprocess.Popen(
-            [sys.executable, *words, "--follow"], env=ENVIRON, cwd=ROOT
-        ) as follow:
-            try:
-                with service(served) as running:
-                    for number in range(args.rounds + 1):
-                        python("-c", TRAIN, str(folder), backup, f"{number + 1}")
-                        seconds.append(_first_answer_s(running, served / "m", number + 2))
-            finally:
-                follow.terminate()
-    first, *others = seconds
-    figure = Figure(
-        what="from a whole checkpoint to the first answer of it",
-        against="",
-        values=others,
-        most=5,
-        unit=" s",
-    )
-    return Found(
-        figures=[figure], lines=[f"the first of a follower that just began: {first:.1f} s"]
-    )
-
-
-def _first_answer_s(running: Service, model: Path, version: int) -> float:
-    """Return how long after its checkpoint was whole a version has answered a request."""
-    request = urllib.request.Request(
-        f"{running.url}/versions/{version}:predict",
-        json.dumps({"instances": [[0.5] * 16]}).encode(),
-    )
-    end = time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            with urllib.request.urlopen(request, timeout=DEADLINE_S):
-                now = time.time()
-            break
-        except urllib.error.HTTPError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(0.01)
-    manifest = json.loads((model / f"{version}" / "manifest.json").read_text())
-    return now - float(manifest["saved_at"])
-
-
 ROWS = {
     "peers": Row(
         title="beside LitServe, Ray Serve and FastAPI",
@@ -503,11 +442,6 @@ ROWS = {
         title="two replicas",
         expected="1.85: front and load take 0.1 of each core at 400 requests/s",
         measure=replicas,
-    ),
-    "publish": Row(
-        title="from training to an answer",
-        expected="2 s: 0.1 to be noticed, 1 for export and check, 0.1, 0.5 for a spare replica",
-        measure=publish,
     ),
     "faults": Row(
         title="faults of real replicas under load",

@@ -209,7 +209,7 @@ def ours(
 ) -> Iterator[tuple[int, list[Address]]]:
     """Run `tfdist.serve`; yield its pid and addresses."""
     words = [sys.executable, "-m", "tfdist.serve", str(served), "--rest_port=0", "--grpc_port=0"]
-    with on_core([*words, "--spares=0"], {}) as process:
+    with on_core(words, {}) as process:
         assert process.stdout is not None
         found = re.search(r"(http://\S+), gRPC (\S+)", process.stdout.readline())
         assert found

@@ -15,16 +15,16 @@ from tests import forked_python
 
 JOBS = (
     *("test_training_ps", "test_hosts", "test_training", "test_ps_job"),
-    *("test_worker_pool", "test_tune", "test_deadlocks", "test_tune_python", "test_placement"),
+    *("test_tune", "test_deadlocks", "test_tune_python", "test_placement"),
     *("test_pipeline_jobs", "test_sharded_optimizer", "test_serve_exported", "test_notebook"),
     *("test_hangs", "test_preemption", "test_launcher", "test_evaluator", "test_missing_peer"),
     *("test_train_program", "test_examples", "test_restarts"),
 )
 FITS = (
-    *("test_jobs", "test_one_process", "test_conformance", "test_keras_callbacks"),
-    *("test_grid", "test_resume", "test_inputs", "test_equivalence", "test_saving"),
+    *("test_one_process", "test_conformance", "test_keras_callbacks"),
+    *("test_resume", "test_inputs", "test_equivalence", "test_saving"),
     *("test_randomness", "test_bad_input", "test_stream_graph", "test_keras_compat"),
-    *("test_find", "test_repeated_rows", "test_docs_python", "test_pipeline"),
+    *("test_find", "test_docs_python", "test_pipeline"),
 )
 """Files whose tests take long: none is left for the end, and jobs that wait run beside fits."""
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text().split())

@@ -204,14 +204,9 @@ def require_packages(where: str, *names: str, extra: str) -> None:
     """Raise UsageError unless the packages of an extra of tfdist are installed."""
     import importlib.util  # imported here to keep the start of all programs fast
 
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    require(
-        not missing,
-        where,
-        f"the package{'s' * (len(missing) > 1)} {', '.join(missing)} cannot be imported",
-        fix=f"run pip install 'tfdist[{extra}]'",
-        code="missing-package",
-    )
+    missing = ", ".join(name for name in names if importlib.util.find_spec(name) is None)
+    fix = f"run pip install 'tfdist[{extra}]'"
+    require(not missing, where, f"cannot import {missing}", fix=fix, code="missing-package")
 
 
 @contextlib.contextmanager
@@ -230,12 +225,7 @@ def opening_port(flag: str, address: object) -> Iterator[None]:
 
 
 def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:
-    """Raise UsageError if more than one of `given` is set (`None`, False and "" count as unset).
-
-    Args:
-        given: Values by the names that the user wrote, such as ``{"--join": options.join}``.
-        fix: Advice in the error (default: keep only one of the names).
-    """
+    """Raise UsageError if more than one of the names has a value (not `None`, False or "")."""
     names = [name for name, value in given.items() if value not in (None, False, "")]
     if len(names) > 1:
         raise UsageError(

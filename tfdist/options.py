@@ -30,8 +30,6 @@ PLACES = ("local", "ssh", "slurm", "ray")
 TUNERS = ("random", "grid", "bayesian", "hyperband")
 OBJECTIVES = {"val_accuracy": "max", "val_loss": "min", "accuracy": "max", "loss": "min"}
 """Metrics that a trial reports, and whether the maximum or the minimum is best."""
-NONE, MEDIAN = "none", "median"
-"""Rules that can stop a hopeless trial."""
 
 CLUSTER, HOSTS = "TFDIST_CLUSTER", "TFDIST_HOSTS"
 NODE_RANK, LOCAL_RANK = "TFDIST_NODE_RANK", "TFDIST_LOCAL_RANK"
@@ -440,8 +438,6 @@ class TrialFlags(TrainFlags, HostFlags, _Counts, _Shape):
     trial_timeout_s: float = option(
         math.inf, "seconds without progress after which a trial ends", above=0
     )
-    early_stop: str = option(NONE, "rule that ends hopeless trials", choices=(NONE, MEDIAN))
-    retrain_best: bool = option(False, "train the best trial again and save its model")
     backup_every_steps: int | None = option(None, least=1)
     """Steps between saves of a `tfdist.tuning.search` trial. A config file has its own field."""
 
@@ -553,12 +549,6 @@ class TrainFields:
     )
     keep_checkpoints: int = option(
         2, "checkpoints to keep, besides the best by val_loss", least=1, free=True
-    )
-    tracker: str = option(
-        "none",
-        "also log the run to MLflow or Weights & Biases",
-        choices=("none", "mlflow", "wandb"),
-        free=True,
     )
     max_staleness: int | None = option(
         None,

@@ -45,7 +45,6 @@ def _parser() -> Parser:
     add("directory", type=Path, metavar="DIR", help="VERSION or NAME/VERSION directories")
     add("--name", help="model name (default: the directory's name, or all models in it)")
     add("--replicas", type=int, default=1, help="processes per model (default: 1)")
-    add("--spares", type=int, default=1, help="idle processes for new replicas (default: 1)")
     add("--on", choices=["local", "ray"], default="local", help="ray: use the nodes of Ray")
     add("--host", default="127.0.0.1", help="address to bind (default: 127.0.0.1)")
     add("--insecure", action="store_true", help="accept requests from other machines with no token")
@@ -58,7 +57,6 @@ def _parser() -> Parser:
     add("--timeout_s", type=float, default=30.0, help="longest wait for an answer (default: 30)")
     add("--hang_s", type=float, help="replace a replica silent so long (default: timeout_s / 2)")
     add("--drain_s", type=float, default=30.0, help="finish requests after SIGTERM (default: 30)")
-    add("--no_pin", action="store_true", help="do not pin replicas to CPU cores")
     add("--token", type=Path, metavar="FILE", help="secret that clients must send")
     add("--tls_cert", type=Path, metavar="FILE.pem", help="TLS certificate")
     add("--tls_key", type=Path, metavar="FILE.pem", help="private key of the certificate")
@@ -90,7 +88,6 @@ def _check(options: Any) -> None:
             fix="pass a smaller number",
             code="too-large",
         )
-    require_int("--spares", options.spares, least=0)
     require(
         is_loopback(options.host) or options.token or options.insecure,
         "--host",
@@ -177,12 +174,11 @@ def _settings(options: Any) -> ServeOptions:
     from tfdist.serving.supervisor import ServeOptions
 
     most = options.max_batch
-    same = ("name", "replicas", "spares", "host", "rest_port", "grpc_port", "timeout_s", "drain_s")
+    same = ("name", "replicas", "host", "rest_port", "grpc_port", "timeout_s", "drain_s")
     return ServeOptions(
         **{name: getattr(options, name) for name in same},
         directory=options.directory.resolve(),
         batch_sizes=(*(1 << n for n in range(most.bit_length()) if 1 << n < most), most),
-        pin=not options.no_pin,
         limits=QueueLimits(
             requests=options.max_queue,
             size_bytes=options.max_queue_mib << 20,

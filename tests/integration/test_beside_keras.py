@@ -1,7 +1,5 @@
 """What users of Keras have besides the plain model, trained beside `keras.Model.fit` itself."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -49,23 +47,6 @@ def test_lists_of_inputs_and_outputs_and_inside_examples_from_python(strategies)
     ours, _ = trained(strategies[2], two_and_two, PythonSource(examples), **OPTIONS)
     theirs, _ = trained(None, two_and_two, [X, -X], [Y, 2 * Y], **OPTIONS)
     assert difference(ours, theirs) < 1e-6
-
-
-def test_averages_take_the_place_of_the_weights_that_are_trained(strategies):
-    with strategies[2].scope():
-        first, second = (keras.layers.Dense(6, name=name) for name in ("first", "second"))
-        model = keras.Sequential([keras.Input((6,)), first, second])
-        model.compile(keras.optimizers.SGD(0.01, use_ema=True, ema_momentum=0.9), "mse")
-    x = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")
-    fit = functools.partial(tfdist.fit, model, x, x, batch_size=6, verbose=0)
-    fit()
-    first.trainable = False
-    new = np.eye(6, dtype="float32")
-    first.kernel.assign(new)
-    fit()
-    np.testing.assert_array_equal(first.kernel, new)
-    average = model.optimizer._model_variables_moving_average[2]
-    np.testing.assert_array_equal(second.kernel, average)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from keras import layers, ops
 
 import tfdist
 from tests import models
-from tests.field.programs import models as field
 from tests.models import OwnStep, Tracked, difference
 from tests.multiprocess.programs import zoo
 from tests.multiprocess.programs.without_call import AutoEncoder
@@ -707,10 +706,20 @@ def embedding_of_any_length(optimizer):
 
 def any_length():
     """Sequences of 1 to 5 tokens; of the last batch a replica gets none."""
-    targets = field.Y[np.arange(49) % len(field.Y)]
+    targets = GUIDE_Y[np.arange(49) % len(GUIDE_Y)]
     numbers = tf.data.Dataset.range(49)
     rows = numbers.map(lambda i: (tf.range(1 + i % 5) + i % 7, tf.gather(targets, i)))
     return rows.padded_batch(8)
+
+
+def in_half_precision():
+    """Return a model whose gradients do not overflow, on any number of replicas."""
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(1)])
+    keras.config.set_dtype_policy("float32")
+    sgd = keras.optimizers.SGD(0.01)
+    model.compile(keras.optimizers.LossScaleOptimizer(sgd, initial_scale=16.0), "mse")
+    return model
 
 
 def squares():
@@ -778,9 +787,10 @@ SPARSE = keras.losses.SparseCategoricalCrossentropy
 ALONG = tf.data.Dataset.from_tensor_slices
 # fmt: off
 CELLS = {
-    # Optimizers; every one by itself: test_equivalence, test_repeated_rows
+    # Optimizers; every one by itself: test_equivalence
     "several optimizers": keras_too(lambda: dense(optimizers_of_parts()), replicas=(1, 2)),
     "loss scaling": keras_too(lambda: dense(scaled()), replicas=(1, 2)),
+    "mixed precision": one_device(in_half_precision, tolerance=2e-3, rtol=1e-2),
     "averages in validation": keras_too(
         averaged, callbacks=(keras.callbacks.SwapEMAWeights,), validation_data=(ROWS, TARGETS)
     ),
@@ -860,8 +870,14 @@ CELLS = {
             any_length(), None, batch_size=None,
         )
         for optimizer, rate, options in (
+            (keras.optimizers.SGD, 0.01, {"momentum": 0.9, "weight_decay": 0.1}),
+            (keras.optimizers.RMSprop, 0.01, {"momentum": 0.5, "clipvalue": 0.02}),
             (keras.optimizers.Adam, 0.01, {"clipnorm": 1.0}),
             (keras.optimizers.Adagrad, 0.1, {}),
+            (keras.optimizers.Adafactor, 0.01, {"global_clipnorm": 0.05}),
+            (keras.optimizers.Lamb, 0.01, {"gradient_accumulation_steps": 2}),
+            (keras.optimizers.Lion, 0.001, {}),
+            (keras.optimizers.Muon, 0.01, {}),
         )
     },
     # Losses of several terms

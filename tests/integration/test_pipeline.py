@@ -2,7 +2,6 @@
 
 import functools
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -14,8 +13,7 @@ from tests.graphs import MODELS, OPEN, data_of, ragged, residual, several, tagge
 from tests.multiprocess.programs.figures import Own
 from tests.refusals import refusal
 from tests.tools.ledger import Ledger, differences
-from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig, hold_ports
-from tfdist.errors import StartupTimeout
+from tfdist.cluster import KINDS
 from tfdist.pipeline import cuts, engine
 from tfdist.pipeline.cuts import (
     LayerGraph,
@@ -849,22 +847,3 @@ def test_a_cut_is_that_of_one_model():
 
     assert graph_of(5) == graph_of(5)
     assert len({graph_of(5), graph_of(6), graph_of(5, trainable=False)}) == 3
-
-
-def test_a_stage_that_does_not_come_is_named():
-    ports = hold_ports(3)
-    cluster = ClusterSpec(worker=tuple(port.address for port in ports))
-    options = JobOptions(strategy="pipeline", stages=3)
-
-    def join(index):
-        config = TaskConfig(cluster=cluster, task=Task("worker", index), options=options)
-        pipeline_setup.join(config, pipeline_setup.PipelineOptions(), timeout_s=1.0, ports=None)
-
-    for port in ports:
-        port.release()
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(join, index) for index in range(2)]
-        with pytest.raises(StartupTimeout, match="worker-2"):
-            waiting[0].result(DEADLINE_S)
-        with pytest.raises(StartupTimeout):
-            waiting[1].result(DEADLINE_S)

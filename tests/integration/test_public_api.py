@@ -14,6 +14,7 @@ import tfdist
 from tests.refusals import refusal
 from tfdist import __main__ as programs
 from tfdist import top
+from tfdist.configs import command_line
 from tfdist.errors import UsageError
 from tfdist.launch import options
 from tfdist.renamed import GONE, RENAMED
@@ -79,6 +80,8 @@ def test_a_removed_program_flag_or_name_tells_its_replacement(capsys, tmp_path, 
         if old.startswith("tfdist "):
             assert programs.main(old.split()[1:]) == 2
             assert capsys.readouterr().err.rstrip().endswith(f"was removed. Fix: use {new}")
+        elif old.startswith("--config."):
+            assert refused_by(command_line.parse, [f"{old}=1"], capsys).endswith(f"Fix: use {new}")
         elif old.startswith("--"):
             for parse in (options.parse, lambda words: top.main(words)):
                 error = refused_by(parse, [f"{old}=1", "a.py"], capsys)

@@ -96,7 +96,7 @@ def test_max_time_counts_the_whole_run_and_a_longer_one_continues_with_the_same_
 
 
 def test_a_run_that_was_cut_or_is_made_longer_ends_with_the_same_bits(strategies, tmp_path):
-    """On several replicas: tests/field, keras#22010. Twelve steps are an epoch."""
+    """On several replicas: tests/field/test_one_process.py. Twelve steps are an epoch."""
     whole = make(strategies[1])
     expected = fit(whole, tmp_path / "whole")
     assert CheckpointStore(tmp_path / "whole").steps() == [40, 44, 48]

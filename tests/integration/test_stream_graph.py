@@ -2,8 +2,6 @@
 
 import dataclasses
 import gc
-import importlib
-import pathlib
 
 import keras
 import numpy as np
@@ -32,7 +30,7 @@ def no_global_seed(monkeypatch):
 
 
 def test_a_reading_that_was_dropped_leaves_its_cache_whole():
-    """TensorFlow cuts it, on a busy machine above all: see tests/stress/cached_streams.py."""
+    """TensorFlow cuts it, on a busy machine above all."""
     for _ in range(40):
         dataset = tf.data.Dataset.range(256).batch(64).prefetch(4).cache()
         next(iter(read(dataset, Reading())))
@@ -268,12 +266,3 @@ def test_a_resumed_run_reads_an_unseeded_shuffle_in_the_same_order(strategies, t
     first, rest = (run(epochs, tmp_path / "parts") for epochs in (1, 2))
     assert [len(seen) for seen in (whole, first, rest)] == [6, 3, 3]
     assert len(set(first + rest)) == 6
-
-
-@pytest.mark.parametrize("tasks", [1, 2])
-def test_the_benchmark_of_streams_reads_what_a_task_of_a_job_reads(monkeypatch, tasks):
-    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[2] / "benchmarks")
-    batches = tf.data.Dataset.range(8).batch(4)
-    feed = importlib.import_module("input_stream")._feed(batches, tasks=tasks)
-    parts = [part[0].data.numpy().tolist() for part in feed.dataset(0, 2)]
-    assert parts == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -19,7 +19,6 @@ from tfdist.cluster import KINDS, read_environment
 from tfdist.strategy import Job, job
 from tfdist.training import trackers
 from tfdist.training.callbacks import wants_every_batch
-from tfdist.tuning import results
 
 pytestmark = pytest.mark.slow
 
@@ -340,43 +339,6 @@ def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_pat
         assert steps == [last - 1 for last in multiples_of_5(ends)]
 
 
-def test_runs_of_a_sweeps_trials_are_children_of_one(mlflow, wandb, tmp_path, monkeypatch):
-    sweep_dir, begun = tmp_path / "sweep", {"seed": 1}
-    sweep_dir.mkdir()
-    variables = results.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
-    parent = mlflow.active_run().info.run_id
-    mlflow.end_run("KILLED")  # the sweep is, and is begun again by a program that begins a run
-    mlflow.start_run()
-    assert trackers.in_use(None) == {"mlflow"}
-    again = results.variables_of_trials({"mlflow", "wandb"}, sweep_dir, begun=begun)
-    assert again == variables
-    assert mlflow.active_run().info.run_id == parent
-    mlflow.end_run()
-
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    options = {"directory": tmp_path, "config": {"units": 3}}
-    for trial in "01":
-        trackers.make_tracker("mlflow", run_name=trial, **options)
-        mlflow.end_run()
-    runs = mlflow.MlflowClient().search_runs(["0"])
-    children = [run for run in runs if run.info.run_id != parent]
-    assert {run.info.run_name for run in children} == {"0", "1"}
-    assert {run.data.tags["mlflow.parentRunId"] for run in children} == {parent}
-    assert {run.data.params["config.units"] for run in children} == {"3"}
-    (tmp_path / "config.json").write_text("{}")
-    runs = []
-    for _ in range(2):
-        trackers.make_tracker("wandb", run_name="0", **options)
-        runs.append((wandb.run.id, wandb.run.group))
-        wandb.finish()
-    assert runs == [(runs[0][0], variables["WANDB_RUN_GROUP"])] * 2
-    assert variables["WANDB_RUN_GROUP"].startswith("sweep-")
-    os.utime(tmp_path / "config.json")  # as of a run that is begun anew there
-    trackers.make_tracker("wandb", run_name="0", **options)
-    assert wandb.run.id != runs[0][0]
-
-
 def test_a_run_that_is_begun_again_before_a_checkpoint_logs_no_epoch_twice(
     strategies, board, told, tmp_path
 ):
@@ -385,15 +347,6 @@ def test_a_run_that_is_begun_again_before_a_checkpoint_logs_no_epoch_twice(
         train(strategies[1], [first, KillAt(0), tfdist.BackupAndRestore(tmp_path)])
     train(strategies[1], [first, tfdist.BackupAndRestore(tmp_path)])
     assert epochs_in(told) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_one_that_is_not_installed_is_a_warning(name, monkeypatch, tmp_path, caplog):
-    monkeypatch.setitem(sys.modules, name, None)
-    made = trackers.make_tracker(name, run_name="x", directory=tmp_path, config={})
-    assert made is None
-    (record,) = caplog.records
-    assert f"{trackers.TRACKERS[name]} is not installed" in record.message
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -162,46 +161,6 @@ def test_a_replay_fits_the_model_only_for_a_later_guess():
     assert inner.method_calls == [call.fit("x", "y"), call.predict("a running trial")]
 
 
-@pytest.mark.parametrize("tuner", ["bayesian", "hyperband"])
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_trials_that_are_killed_are_those_of_the_oracle_each_once(
-    tuner, seed, tmp_path, monkeypatch, caplog
-):
-    """Whatever happens to the chief and to the jobs of the trials, two of them at once."""
-    monkeypatch.setattr("tfdist.tuning.chief.KILLS_AT_MOST", 99)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    whole = world_of(tuner, tmp_path / "whole")
-    torn = world_of(tuner, tmp_path / "torn", seed=seed, slots=2, ticks=3)
-    if tuner == "hyperband":  # which goes on in place of one that fails, whichever that is
-        torn.fate_of = whole.fate_of = lambda run: None
-    left = iter(range(25))
-
-    def mishap() -> None:
-        if torn.random.random() > 0.12 or next(left, None) is None:
-            return
-        match torn.random.randrange(4):
-            case 0 if torn.chief is not None:
-                torn.kill_chief()
-            case 1 if torn.chief is not None:
-                torn.signals.append(signal.SIGTERM)
-            case _:
-                for process in torn.processes[-1:]:
-                    process.kill()
-
-    torn.events = mishap
-    whole.run()
-    trials = torn.run(pause=30).state.trials
-    assert torn.chiefs > 1
-    assert "keeping the recorded values" not in caplog.text, "a new oracle is not where it was"
-    assert len(trials) == len(trials_in(whole.path))
-    lines = read(torn.path / "journal.jsonl")
-    ended = [line["trial"] for line in lines if line["event"] == "ended"]
-    assert sorted(ended) == sorted(trials)
-    for run in {t.run for t in trials.values() if t.status == "completed"}:
-        done = {t.until or CHECKPOINTS for t in trials.values() if t.run == run}
-        assert torn.done[run] == 3 * max(done), f"{run} was trained twice, or on"
-
-
 @pytest.mark.parametrize("tuner", ["random", "grid"])
 def test_several_at_once_find_the_same_set_and_a_grid_in_its_order(tuner, tmp_path):
     at_once: list[int] = []
@@ -345,7 +304,6 @@ def test_a_finished_sweep_says_so_and_a_changed_one_is_refused_with_the_differen
     ("field", "value", "where", "code"),
     [
         ("run_dir", "x", "config.run_dir", "run-dir-in-a-sweep"),
-        ("publish", "served", "config.publish", "publish-in-a-sweep"),
         ("validation_split", "", "--objective", "no-validation"),
     ],
 )

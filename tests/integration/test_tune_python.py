@@ -2,13 +2,10 @@
 
 import contextlib
 import dataclasses
-import gc
 import json
-import os
 import sys
 import types
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ from keras_tuner.src.engine.base_tuner import BaseTuner
 import tfdist.tuning
 from tests.processes import python
 from tests.refusals import refusal, refused
-from tests.unit.sweep_world import World, trials_in
 from tfdist.cluster import KINDS
 from tfdist.errors import TfdistError
 from tfdist.outputs.run_directory import RunDirectory
@@ -30,8 +26,8 @@ from tfdist.outputs.sweep_journal import Journal
 from tfdist.strategy import Job, job
 from tfdist.training import routing
 from tfdist.training.callbacks import wants_every_batch
-from tfdist.tuning import from_python, inside, oracle, trial
-from tfdist.tuning.from_python import TunerSweep, imports_of, own_program
+from tfdist.tuning import from_python, inside, trial
+from tfdist.tuning.from_python import TunerSweep, own_program
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.sweep import require_same
 from tfdist.tuning.trial_job import (
@@ -170,34 +166,6 @@ def test_an_interactive_session_is_refused_and_a_program_is_found():
     assert own_program(script, []).python_args == ("-m", "package")
 
 
-def test_only_what_is_installed_is_imported_for_all_trials():
-    source = """
-import sys, keras, keras_tuner.oracles as oracles
-from sklearn.datasets import load_digits
-from . import beside
-from tests.integration import conftest
-import never_imported
-def f():
-    import rich
-"""
-    assert imports_of(source) == ["keras", "keras_tuner.oracles", "sklearn.datasets"]
-
-
-def test_a_trial_imports_nothing_that_all_could_have_shared():
-    program = f"""
-import importlib, sys
-for name in ("tensorflow", "keras", *{from_python.IMPORTS_OF_TRIALS}):
-    importlib.import_module(name)
-before = set(sys.modules)
-import tfdist.tuning.trial
-tfdist.tuning.search
-from tensorboard.plugins.hparams import api  # as a KerasTuner tuner does in each trial
-print(sorted(set(sys.modules) - before))
-"""
-    done = python("-c", program)
-    assert done.stdout == "['tfdist.tuning.trial']\n", done.stderr
-
-
 def used_up() -> Any:
     tuner = make_tuner(Path("."))
     tuner.oracle.create_trial("t")
@@ -225,11 +193,6 @@ WORKERS = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "in
     [
         (hyperband, {"sweep_dir": "p/sweep"}, "sweep_dir", "directory-of-the-tuner"),
         (hyperband, {"backup_every_steps": 0}, "--backup_every_steps", "bad-value"),
-        (hyperband, {"early_stop": "median"}, "--early_stop", "exclusive"),
-        (
-            lambda: make_tuner(Path("."), executions_per_trial=2),
-            *({"early_stop": "median"}, "--early_stop", "exclusive"),
-        ),
         (hyperband, {"strategy": tfdist}, "--strategy", "bad-value"),
         (used_up, {}, SEARCH, "tuner-has-searched"),
         (hyperband, {"workers_in": WORKERS}, SEARCH, "search-in-a-job"),
@@ -343,25 +306,6 @@ def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(tr
     closed = make_tuner(trials.path, by_layers, hyperparameters=space, tune_new_entries=False)
     described_by(closed, trials.path)
     assert names_of(closed) == {"layers"}, "it was closed"
-
-
-def test_large_models_that_are_built_for_the_space_are_not_there_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(oracle, "_LARGE", 1)
-    models: list[weakref.ref[Any]] = []
-    alive: list[int] = []
-
-    def backbone(hp: Any) -> keras.Model:
-        alive.append(sum(ref() is not None for ref in models))
-        model = build(hp)
-        hp.Choice("backbone", list("abcdef"))
-        models.append(weakref.ref(model))
-        return model
-
-    tuner = make_tuner(tmp_path, backbone)
-    gc.collect()
-    described_by(tuner, tmp_path)
-    assert len(alive) > 6
-    assert not any(alive)
 
 
 # Trials, each as a task of its job runs it.
@@ -727,51 +671,3 @@ trial._end()
 
 
 # The sweep of a tuner.
-
-OWN = {
-    keras_tuner.RandomSearch: {"max_trials": 8},
-    keras_tuner.Hyperband: {"max_epochs": 4, "factor": 2},
-}
-
-
-def own_world(kind: Any, path: Path) -> World:
-    """A program that is started again and again: its tuner is new, and has drawn a seed."""
-
-    def build(hp: Any) -> keras.Model:
-        hp.Float("rate", 1e-4, 1e-1, sampling="log")
-        return keras.Sequential()
-
-    def new_tuner() -> Any:
-        return make_tuner(path, build, kind, seed=None, **OWN[kind])
-
-    def search_of(lines: Sequence[Any]) -> Any:
-        tuner = new_tuner()
-        world.sweep = sweep_of(tuner, path)
-        search = from_python.search_of(tuner, path, lines[0])
-        search.replay(lines)
-        return search
-
-    begun = {"max_trials": new_tuner().oracle.max_trials}
-    world = World(path, epochs=1, search_of=search_of, begun=begun)
-    return world
-
-
-@pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_a_program_killed_at_every_seventh_write_finds_the_same_trials(kind, tmp_path, monkeypatch):
-    """A trial of hyperband goes on from the checkpoints of the bracket's first."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    whole, torn = own_world(kind, tmp_path / "whole"), own_world(kind, tmp_path / "torn")
-    chief = whole.run()
-    torn.run(at=7, how="within", always=True)
-    assert torn.chiefs > 2
-    assert trials_in(torn.path) == trials_in(whole.path)
-    continued = [t for t in chief.state.trials.values() if "tuner/trial_id" in t.values]
-    assert bool(continued) == (kind is keras_tuner.Hyperband)
-    for one in continued:
-        told = read_assignment(whole.sweep.variables_of(one, 0))
-        assert told is not None
-        first = one
-        while past := first.values.get("tuner/trial_id"):
-            first = chief.state.trials[past]
-        assert told.checkpoints == str(whole.path / "trials" / first.id / "checkpoints")
-        assert told.run_dir == str(whole.path / "trials" / one.id)

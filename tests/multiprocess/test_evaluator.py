@@ -18,7 +18,6 @@ from tests.multiprocess.trainings import (
     PROGRAMS,
     STEPS,
     TrainingJob,
-    launch,
     summary_of,
 )
 from tfdist.cluster import hold_ports
@@ -85,16 +84,6 @@ def test_an_evaluator_ends_the_training_of_a_ps_job_and_ends_with_it(tmp_path):
     assert asked["best_step"] == lines[0]["step"]
     assert asked["step"] == lines[2]["step"]
     assert lines[-1]["step"] >= asked["step"]
-
-
-@pytest.mark.timeout(2 * DEADLINE_S)
-def test_an_evaluator_has_nothing_to_do_in_a_fast_development_run(tmp_path):
-    flags = ("--strategy=ps", "--workers=1", "--evaluator")
-    program = (str(PROGRAM), str(tmp_path), "fast")
-    said = launch(tmp_path / "run", *flags, *program, timeout_s=DEADLINE_S)
-    assert "the training has ended in the chief" in said
-    assert not (tmp_path / "backup").exists()
-    assert RunDirectory(tmp_path / "run").read_metrics() == []
 
 
 def test_an_evaluator_that_a_scheduler_starts_is_one_of_the_job(tmp_path):

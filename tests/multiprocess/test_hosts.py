@@ -14,10 +14,8 @@ import pytest
 from tests.multiprocess.jobs import DEADLINE_S, PAUSE, ROOT, STARTS, children, report
 from tests.multiprocess.test_live import SOURCE as PHASES
 from tests.multiprocess.test_live import metrics_with
-from tests.ports import in_a_row
 from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
-from tfdist.launch.events import SAME_REQUEST_S
 from tfdist.report.run_records import read_run
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -126,24 +124,6 @@ def test_the_launcher_shows_the_tasks_of_all_hosts(job):
     assert set(attempt.history) == {"worker-0", "worker-1"}
 
 
-def test_all_ports_are_of_the_range_that_was_given_and_taken_ones_are_skipped(job):
-    row = in_a_row(10)
-    with row[2] as taken:
-        for port in row[:2] + row[3:]:
-            port.release()
-        first = row[0].port
-        # Both hosts are this machine: they share the range.
-        running = job(TELL, "--ports", f"{first}-{first + 9}", slots=2)
-        assert running.end() == 0, running.text
-        (workers,) = {
-            tuple(json.loads(line)["cluster"]["worker"])
-            for line in re.findall("told (.*)", running.text)
-        }
-        numbers = {int(worker.rpartition(":")[2]) for worker in workers}
-        assert len(numbers) == 4
-        assert numbers <= {*range(first, first + 10)} - {taken.port}
-
-
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failure_on_one_host_ends_the_job_on_all_and_is_reported_with_its_host(job, failing):
     source = INDEX + f"if index == {failing}: print('about to'); raise ValueError('boom')\n" + PAUSE
@@ -201,41 +181,6 @@ def test_a_signal_to_the_launcher_or_an_agent_stops_the_job_on_all_with_the_save
     assert running.end() == 143
     assert running.text.count("saved") == 2
     assert report("run")["exit_code"] == 143
-    running.assert_gone()
-
-
-def test_ctrl_c_is_for_the_launcher_which_has_all_hosts_end(job):
-    running = job(SAVE.replace("SIGTERM", "SIGINT"), stdout=os.openpty(), own_terminal=True)
-    running.read_until(r"ready \d+\r", count=2)
-    os.killpg(running.process.pid, signal.SIGINT)
-    assert running.end() == 130
-    assert running.text.count("saved") == 2
-
-
-def test_an_output_that_is_closed_stops_the_job_on_all_with_the_save(job):
-    prints = "    print('here', flush=True); select.select([], [], [], 0.01)\n"
-    source = "import select\n" + SAVE.replace(" signal.pause()\n", "\n" + prints)
-    source = source.replace(
-        "    print('saved'", "    select.select([], [], [], 0.5)\n    print('saved'"
-    )
-    running = job(source, "--grace_s", "60")
-    running.ready(2)
-    os.close(running.fd)
-    assert running.process.wait(DEADLINE_S) == 141
-    for index in range(2):
-        log = Path(f"run/logs/attempt-1/worker-{index}.log")
-        assert log.read_text().endswith("saved\n")
-
-
-def test_a_second_signal_kills_on_all(job):
-    source = "import signal; signal.signal(15, signal.SIG_IGN)\n" + PAUSE
-    running = job(source, "--grace_s", "100")
-    running.ready(2)
-    running.signal(signal.SIGTERM)
-    running.read_until("SIGTERM: stopping 2 tasks")
-    time.sleep(2 * SAME_REQUEST_S)
-    running.signal(signal.SIGTERM)
-    assert running.end() == 143
     running.assert_gone()
 
 
@@ -432,19 +377,3 @@ def test_a_run_directory_that_is_not_shared_is_one_line(job, shell, tmp_path):
     assert running.end() == EXIT_USAGE
     said = f"worker-1 on 127.0.0.2 failed first: {tmp_path}/run is not shared"
     assert sum(said in line for line in lines(running)) == 1
-
-
-def test_a_directory_that_another_host_does_not_have_is_one_line(job, shell, tmp_path):
-    (tmp_path / "work").mkdir()
-    rsh = shell(first=f'exec unshare -rm sh -c "mount -t tmpfs none {tmp_path}; cd /; $1"')
-    running = job(PAUSE, rsh=rsh, directory=tmp_path / "work")
-    assert running.end() == EXIT_USAGE
-    (line,) = lines(running)
-    assert line.startswith(f"127.0.0.2: working directory: this host cannot enter {tmp_path}/work")
-
-
-def test_ctrl_c_while_waiting_for_an_agent(job, shell):
-    running = job(PAUSE, "--startup_timeout_s", "50", rsh=shell(first="exec sleep 60"))
-    running.read_until(r"waiting for 127\.0\.0\.2 \(rank 1\) \(timeout: 50 s\)")
-    running.signal(signal.SIGINT)
-    assert running.end() == 130

@@ -17,7 +17,6 @@ from tests.multiprocess.jobs import (
     FORK,
     LAUNCH,
     PAUSE,
-    ROOT,
     STARTS,
     TREE,
     children,
@@ -305,38 +304,6 @@ def test_ctrl_c_on_a_terminal_reaches_each_task_once(launch):
     assert job.text.count("interrupts: 1") == 2
 
 
-def test_ctrl_c_while_the_launcher_itself_is_loaded_leaves_no_traceback(launch, tmp_path):
-    interrupting = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
-    (tmp_path / "difflib.py").write_text(interrupting)  # which tfdist.errors imports
-    job = launch("print('started')", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    assert job.end() == 130
-    assert job.text == ""
-
-
-def test_a_request_that_comes_twice_at_once_lets_tasks_save(launch):
-    """As from a terminal and from a wrapper that hands Ctrl-C on to what it has started."""
-    source = """
-        import os, signal, sys
-        signal.pthread_sigmask(signal.SIG_BLOCK, [2, 15])
-        os.write(1, b"ready %d\\n" % os.getpid())
-        signal.sigwait([2, 15])
-        os.read(os.open("fifo", os.O_RDONLY), 1)
-        print("saved")
-        sys.exit(130)
-        """
-    os.mkfifo("fifo")
-    fifo = os.open("fifo", os.O_RDWR)
-    job = launch(source, "--grace_s=600")
-    job.ready(1)
-    for signum in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
-        job.signal(signum)
-    job.read_until("a second signal kills at once")
-    os.write(fifo, b"x")
-    assert job.end() in (130, 143)  # whichever the kernel delivers first
-    os.close(fifo)
-    assert "saved" in job.text
-
-
 def test_a_signal_that_was_ignored_from_the_start_stays_ignored(launch):
     source = "import os; os.write(1, b'ready %d\\n' % os.getpid()); os.read(os.open('fifo', 0), 1)"
     os.mkfifo("fifo")
@@ -397,14 +364,6 @@ def test_a_job_inside_a_task_ends_with_it(launch, tmp_path):
     job = launch(source)
     job.ready(10)
     job.signal(signal.SIGKILL)
-    job.assert_gone()
-
-
-def test_more_tasks_are_forked_than_requests_and_answers_have_room(launch):
-    job = launch(PAUSE, "--workers=300", "--grace_s=0", command=FORK)
-    job.ready(300)
-    job.signal(signal.SIGTERM)
-    assert job.end() == 143
     job.assert_gone()
 
 
@@ -566,44 +525,6 @@ def test_a_reader_that_does_not_read_stops_the_printing_but_no_signal(launch):
     assert job.process.wait(DEADLINE_S) == 143
 
 
-@pytest.mark.parametrize("files", ["<&- >&- 2>&-", ">/dev/full"])
-def test_a_job_goes_on_whose_standard_files_are_closed_or_full(launch, files):
-    shell = ("sh", "-c", f'exec "$@" {files}', "sh")
-    job = launch("print('hello')", "--run_dir=run", command=(*shell, *LAUNCH))
-    assert job.end() == 0
-    assert Path("run/logs/attempt-1/worker-0.log").read_text() == "hello\n"
-
-
-@pytest.mark.parametrize(
-    ("around", "flags", "code", "said"),
-    [
-        ('mkdir gone && cd gone && rmdir ../gone && exec "$@"', [], 2, "working directory: the l"),
-        ('exec "$@"', ["--run_dir=file/run"], 2, "--run_dir: cannot write"),
-        ('exec "$@"', ["--worker=2"], 2, "command line: Unknown command line flag 'worker'"),
-    ],
-    ids=["gone", "run directory", "flag"],
-)
-def test_what_cannot_be_is_one_line_and_nothing_is_started_or_written(
-    launch, tmp_path, around, flags, code, said
-):
-    (tmp_path / "file").touch()
-    before = {*tmp_path.iterdir(), tmp_path / "program.py"}
-    job = launch("print('started')", *flags, command=("sh", "-c", around, "sh", *LAUNCH))
-    assert job.end() == code
-    assert job.text.startswith(said)
-    assert job.text.count("\n") == 1
-    assert set(tmp_path.iterdir()) == before
-
-
-def test_a_report_that_cannot_be_written_is_one_line_and_nothing_is_started(launch):
-    Path("run/report.json").mkdir(parents=True)
-    job = launch("print('started')", "--run_dir=run")
-    assert job.end() == 2
-    assert "--run_dir: cannot write to" in job.text
-    assert "Traceback" not in job.text
-    assert "started" not in job.text
-
-
 @pytest.mark.parametrize("files", [10, 14, 18, 24])
 def test_too_few_open_files_are_one_line(launch, files):
     few = ("sh", "-c", f'ulimit -n {files} && exec "$@"', "sh")
@@ -620,37 +541,6 @@ def test_a_run_directory_in_use_is_refused(launch):
     assert other.end() == 2
     assert "another job is running in" in other.text
     assert other.text.count("\n") == 1
-
-
-def test_a_dry_run_prints_every_task_and_writes_nothing(launch, tmp_path):
-    job = launch("print('started')", "--ps=1", "--workers=2", "--dry_run", env={"TOKEN": "hush"})
-    assert job.end() == 0
-    for task in ("chief-0", "worker-0", "worker-1", "ps-0"):
-        assert f"# {task}\nTF_CONFIG=" in job.text
-    assert job.text.count("program.py") == 4
-    assert "hush" not in job.text
-    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
-
-
-@pytest.mark.alone
-def test_many_tasks_that_sleep_cost_next_to_nothing(launch):
-    job = launch(PAUSE, "--workers=100")
-    job.ready(100)
-    used_s = []
-    while not used_s or (min(used_s) > 0.04 and len(used_s) < 10):  # it may come to rest late
-        before = _cpu_s(job.process.pid)
-        assert not select.select([job.fd], [], [], 2)[0]
-        used_s.append(_cpu_s(job.process.pid) - before)
-    assert min(used_s) <= 0.04, used_s
-    status = Path(f"/proc/{job.process.pid}/status").read_text()
-    assert int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) < 80 * 1024
-    job.signal(signal.SIGKILL)
-    job.assert_gone()
-
-
-def _cpu_s(pid):
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_misspelt_configuration_is_one_line_and_nothing_is_started(tmp_path):

@@ -1,12 +1,20 @@
 """Whole ps jobs under the launcher: workers, a ps and the chief die, and somebody asks to stop."""
 
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.multiprocess.jobs import report
-from tests.multiprocess.trainings import DEADLINE_S, STEPS, TrainingJob, summary_of
+from tests.multiprocess.trainings import (
+    DEADLINE_S,
+    PROGRAMS,
+    STEPS,
+    TrainingJob,
+    launch,
+    summary_of,
+)
 from tfdist.launch.machine import proc_state
 
 
@@ -71,3 +79,14 @@ def test_a_ps_job_that_was_stopped_goes_on_and_then_by_itself_when_ps_and_chief_
     pids = {task["pid"] for attempt in attempts for task in attempt["tasks"]}
     assert len(pids) == 3 * 4
     assert {proc_state(pid) for pid in pids} <= {None, "Z"}, "outlives the job"
+
+
+@pytest.mark.slow
+def test_a_worker_that_does_not_do_its_piece_is_named_and_its_piece_done_by_another(tmp_path):
+    run_dir = tmp_path / "run"
+    command = ("--strategy=ps", "--workers=2", "--ps=1", "--hang_timeout_s=6")
+    said = launch(run_dir, *command, str(PROGRAMS / "owing.py"), timeout_s=DEADLINE_S)
+    (failure,) = report(run_dir)["attempts"][-1]["lost"]
+    assert failure["task"] == "worker-1"
+    assert re.match(r"hangs: its work unit is unfinished after \d+ s", failure["cause"])
+    assert "units done: 100" in said

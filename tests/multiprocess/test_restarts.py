@@ -3,14 +3,12 @@
 import os
 import re
 import signal
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.jobs import DEADLINE_S, FORK, GONE_S, STARTS, children, report
-from tests.processes import until
+from tests.multiprocess.jobs import FORK, STARTS, children, report
 from tfdist.launch import guardian
 
 PRELUDE = """
@@ -25,14 +23,6 @@ def ready():
 
 def program(text):
     return PRELUDE + textwrap.dedent(text)
-
-
-def patched(code):
-    """The launcher, with `code` run in it first."""
-    return (sys.executable, "-c", f"{textwrap.dedent(code)}\n{_MAIN}")
-
-
-_MAIN = "import sys; from tfdist.launch.__main__ import main; sys.exit(main())"
 
 
 def ready(job, attempt, count):
@@ -100,18 +90,6 @@ def test_a_job_whose_task_was_killed_is_started_again_as_a_group(launch, command
     assert not guardian.occupied(servers)
 
 
-def test_the_report_is_there_while_the_next_attempt_runs(launch):
-    source = "ready()\nif attempt == 1: os._exit(3)\nsignal.pause()"
-    job = launch(program(source), "--max_restarts=1", "--run_dir=run")
-    ready(job, 2, 1)
-    assert report("run")["exit_code"] is None
-    (entry,) = report("run")["attempts"]
-    assert entry["first_failure"]["cause"] == "exit code 3"
-    job.signal(signal.SIGTERM)
-    assert job.end() == 143
-    assert [entry["exit_code"] for entry in report("run")["attempts"]] == [3, 143]
-
-
 def test_a_fork_server_that_was_killed_is_replaced_for_the_next_attempt(launch):
     source = "ready()\nif attempt == 1: signal.pause()"
     job = launch(program(source), "--workers=2", "--max_restarts=1", "--run_dir=run", command=FORK)
@@ -124,76 +102,7 @@ def test_a_fork_server_that_was_killed_is_replaced_for_the_next_attempt(launch):
     assert [attempt["exit_code"] for attempt in report("run")["attempts"]] == [137, 0]
 
 
-def test_what_a_task_leaves_behind_is_gone_before_the_next_attempt(launch):
-    source = """
-    import subprocess
-    if attempt == 1:
-        child = "import os, signal; os.write(1, b'ready %d\\\\n' % os.getpid()); signal.pause()"
-        for options in ({"env": {}}, {"start_new_session": True}):
-            subprocess.Popen([sys.executable, "-c", child], **options)
-        os.open("fifo", os.O_RDONLY)
-        os._exit(3)
-    """
-    os.mkfifo("fifo")
-    job = launch(program(source), "--max_restarts=1")
-    job.ready(2)
-    os.close(os.open("fifo", os.O_WRONLY))
-    job.read_until("restarting as attempt 2")
-    job.assert_gone(0)
-    assert job.end() == 0
-
-
 # requests to stop, and the end of the launcher, around a restart
-
-
-def test_ctrl_c_between_two_attempts_is_heard(launch):
-    command = patched(
-        """
-        import os, tfdist.launch.processes as processes
-        finish = processes.JobProcesses.finish
-        processes.JobProcesses.finish = lambda self: (finish(self), os.kill(os.getpid(), 2))
-        """
-    )
-    flags = ("--workers=2", "--max_restarts=3", "--run_dir=run")
-    job = launch(program("ready(); sys.exit(3)"), *flags, command=command)
-    assert job.end() == 130
-    assert "SIGINT: not restarting\n" in job.text
-    assert len(report("run")["attempts"]) == 1
-    job.assert_gone(0)
-
-
-def test_no_process_outlives_a_launcher_that_is_killed_during_a_restart(launch):
-    command = patched(
-        """
-        import os, tfdist.launch.fork_server as forking
-        forking.IMPORTS = ("json",)
-        start, left = forking.ForkStarter.start, [0] * 5
-        def counted(self, *args, **options):
-            started = start(self, *args, **options)
-            left.pop()
-            if not left:  # two of the three tasks of the second attempt
-                os.kill(os.getpid(), 9)
-            return started
-        forking.ForkStarter.start = counted
-        """
-    )
-    source = """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if attempt == 1:  # later there is nobody to read, and a print would end the task
-        print("mark", os.environ["TFDIST_JOB"])
-        ready()
-    signal.pause()
-    """
-    flags = ("--start=fork", "--workers=3", "--max_restarts=3", "--grace_s=600")
-    job = launch(program(source), *flags, command=command)
-    os.kill(ready(job, 1, 3)["worker-2"], signal.SIGKILL)
-    assert job.process.wait(DEADLINE_S) == -signal.SIGKILL
-    mark = job.read_until(r"mark (\w+)")[0]
-    try:
-        until(lambda: not guardian.members(mark, set()), within_s=GONE_S)
-    finally:
-        guardian.end_all(mark, set())
-    job.assert_gone()
 
 
 # a ps job

@@ -61,7 +61,7 @@ def export(directory: Path, seed: int) -> np.ndarray:
 @contextlib.contextmanager
 def service(directory: Path, log: Path) -> Iterator[Service]:
     """Run the program with one replica until the block ends."""
-    words = ["tfdist.serve", str(directory), "--replicas=1", "--spares=0"]
+    words = ["tfdist.serve", str(directory), "--replicas=1"]
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", *words, "--rest_port=0", "--grpc_port=0"],

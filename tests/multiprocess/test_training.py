@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import re
 
 import keras
@@ -26,6 +27,8 @@ def on_one_device(optimizer="sgd", kind=keras.Sequential, examples=60, **fit):
 def synchronous(tmp_path_factory):
     """What each task of a multiworker job saw."""
     out = tmp_path_factory.mktemp("workers")
+    for index in (1, 2):
+        os.mkfifo(out / f"leaving-{index}")
     launch(
         out / "run", "--strategy", "multiworker", "--workers", "3",
         str(PROGRAMS / "synchronous.py"), str(out), timeout_s=400,
@@ -60,6 +63,15 @@ def test_fused_kernels_round_in_another_way_on_workers_too(synchronous):
     assert by_keras != fused
     expected = zoo.normalized(tf.distribute.get_strategy())
     np.testing.assert_allclose([by_keras, fused], expected, atol=1e-6)
+
+
+def test_workers_that_exit_before_the_chief_are_no_errors(synchronous):
+    """https://github.com/tensorflow/tensorflow/issues/58434"""
+    out, _ = synchronous
+    assert json.loads((out / "left.json").read_text()) == ["done", "done"]
+    logs = "".join(path.read_text() for path in out.glob("run/logs/**/*.log"))
+    for words in ("UnavailableError", "UNAVAILABLE", "CoordinationServiceError"):
+        assert words not in logs
 
 
 def test_masks_and_losses_per_example_equal_one_device(synchronous):

@@ -187,12 +187,8 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
-    whole, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "ml"))
-    torn = Sweep(tmp_path / "torn", "--config.tracker=mlflow")
+def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(whole, tmp_path):
+    torn = Sweep(tmp_path / "torn")
     checkpoints = torn.path / "trials" / "0" / "checkpoints"
     with torn.started() as chief:
         until(lambda: any(checkpoints.glob("step-*")), within_s=SWEEP_DEADLINE_S)
@@ -205,8 +201,6 @@ def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(
     summary = RunDirectory(torn.path / "trials" / "0").read_summary() or {}
     assert summary["resumed_from_step"], "it began anew"
     assert weights(torn.path) == weights(whole.path)
-    of_trials = {trial: ("torn", [0, 1, 2]) for trial in "01"}
-    assert runs_in_mlflow(tmp_path / "ml") == {"torn": (None, []), **of_trials}
 
 
 SHELL = """#!/bin/sh
@@ -236,37 +230,16 @@ def test_a_trial_of_a_killed_agent_ends_with_its_weights_on_another_host(whole, 
     assert weights(torn.path) == weights(whole.path)
 
 
-def runs_in_mlflow(store: Path) -> dict[str, tuple[str | None, list[int]]]:
-    """The parent of each run, and the epochs that it has logged."""
-    import mlflow  # takes seconds, and many files import this one
-
-    client, found = mlflow.MlflowClient(str(store)), {}
-    runs = client.search_runs(["0"])
-    names = {run.info.run_id: run.info.run_name for run in runs}
-    assert len(set(names.values())) == len(runs)
-    for run in runs:
-        losses = client.get_metric_history(run.info.run_id, "loss")
-        parent = names.get(run.data.tags.get("mlflow.parentRunId"))
-        found[run.info.run_name] = parent, sorted(metric.step for metric in losses)
-    return found
-
-
 @pytest.mark.timeout(1.5 * SWEEP_DEADLINE_S)
-def test_two_mirrored_trials_at_once_and_the_best_one_trained_again(tmp_path):
+def test_two_mirrored_trials_at_once(tmp_path):
     mirrored = ("--strategy", "mirrored", "--devices_per_worker", "2", "--parallel_trials", "2")
-    sweep = Sweep(tmp_path / "sweep", *mirrored, "--retrain_best")
+    sweep = Sweep(tmp_path / "sweep", *mirrored)
     with sweep.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0
-    state = sweep.state()
-    trials, best = state.trials, state.ranked()[0]
+    trials = sweep.state().trials
     assert [(trial.status, trial.starts) for trial in trials.values()] == [("completed", 1)] * 2
     assert (trials["1"].began_at or 0) < (trials["0"].ended_at or 0), "they were not at once"
-    again = RunDirectory(sweep.path / "best")
     summaries = [RunDirectory(sweep.path / "trials" / n).read_summary() or {} for n in trials]
-    for summary in (*summaries, again.read_summary() or {}):
+    for summary in summaries:
         assert (summary["strategy"], summary["replicas"]) == ("mirrored", 2)
-    assert (again.read_summary() or {})["weights_sha256"] == summaries[int(best.id)][
-        "weights_sha256"
-    ], "the same run has other bits"
-    assert again.model_file.exists()
     assert {path.name for path in (sweep.path / "tensorboard").iterdir()} == {"0", "1"}

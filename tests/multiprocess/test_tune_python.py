@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests import forked_python
-from tests.multiprocess.test_tune import until, weights
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import fold, read
 
@@ -37,7 +36,7 @@ def test_two_multiworker_trials_at_once_of_which_one_loses_a_worker(tmp_path):
     """The trial is not lost (keras-tuner#915), and the program goes on when all is done (#344)."""
     said = run(tmp_path, "multiworker", "2", "3")
     state = fold(read(tmp_path / "sweep" / "journal.jsonl"))
-    trials, best = state.trials, state.ranked()[0]
+    trials = state.trials
     assert {trial.status for trial in trials.values()} == {"completed"}
     assert [trial.starts for trial in trials.values()] == [1, 2, 1]
     assert (trials["1"].began_at or 0) < (trials["0"].ended_at or 0), "they were not at once"
@@ -50,41 +49,11 @@ def test_two_multiworker_trials_at_once_of_which_one_loses_a_worker(tmp_path):
     found = re.search(r"score ([\d.]+), evaluated ([\d.]+)", said)
     assert found is not None
     assert found[1] == found[2], "the best model is not that of the best epoch"
-    assert f"saved model of {best.values['units']} units" in said
     # A finished sweep: nothing is run, the same is told.
     again = run(tmp_path, "multiworker", "2", "3")
     assert "best" in again
-    assert again.endswith("".join(said.splitlines(keepends=True)[-3:]))
+    assert again.endswith("".join(said.splitlines(keepends=True)[-2:]))
     assert len(read(tmp_path / "sweep" / "journal.jsonl")) == sum(
-        # begun, asked, started, killed, ended, finished, retrained
-        (1, len(trials) + 1, 4, 1, len(trials), 1, 1)
+        # begun, asked, started, killed, ended, finished
+        (1, len(trials) + 1, 4, 1, len(trials), 1)
     )
-
-
-@pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_chief_that_is_killed_finds_the_same_as_an_undisturbed_one(tmp_path):
-    torn, whole = tmp_path / "torn", tmp_path / "whole"
-    for path in (torn, whole):
-        path.mkdir()
-        (path / "killed").touch()  # no task is to be killed
-    (torn / "hold").touch()
-    with open(tmp_path / "chief.log", "w") as log:
-        program = (str(PROGRAM), str(torn), "single", "1", "2")
-        chief = forked_python.Program(*program, env=ENVIRON, stdout=log, stderr=log)
-    try:
-        until(lambda: (torn / "held").exists(), within_s=DEADLINE_S)
-    finally:
-        chief.kill()
-        chief.wait()
-    launcher = torn / "sweep" / "trials" / "0" / "launch.log"
-    until(lambda: "stopping the task" in launcher.read_text(), within_s=DEADLINE_S)
-    (torn / "hold").unlink()
-    run(torn, "single", "1", "2")
-    trials = fold(read(torn / "sweep" / "journal.jsonl")).trials
-    assert {trial.status for trial in trials.values()} == {"completed"}
-    assert trials["0"].starts == 2
-    summary = RunDirectory(torn / "sweep" / "trials" / "0").read_summary() or {}
-    assert summary["resumed_from_step"], "it began anew"
-
-    run(whole, "single", "1", "2")
-    assert weights(whole / "sweep") == weights(torn / "sweep")

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import resource
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.test_tune import ROOT, Trial, _logs, until  # noqa: F401  # shows the logs
-from tfdist.files import is_held
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.tuning.trial_job import Completed, Killed
 
@@ -75,21 +73,6 @@ def test_what_imports_once_stays_keeps_nothing_of_the_trials_and_ends_with_its_o
     assert not Path(f"/proc/{pid}").exists(), "it goes on importing for nobody"
 
 
-def cpu_s_of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def test_what_the_trials_have_used_is_counted_as_that_of_the_sweep(tmp_path):
-    source = "import time\nwhile time.process_time() < 0.5: pass\ndone(1); finish()"
-    before_s = cpu_s_of_children()
-    with warmed(tmp_path, source) as trial:
-        assert isinstance(trial.run(), Completed)
-        server = told(trial)["server"]
-        until(lambda: not Path(f"/proc/{server}").exists())
-    assert cpu_s_of_children() - before_s >= 0.5
-
-
 def test_what_cannot_be_shared_is_left_to_the_trials(tmp_path, monkeypatch):
     (tmp_path / "with_a_thread.py").write_text(
         "import threading, time; threading.Thread(target=time.sleep, args=[99], daemon=1).start()"
@@ -149,18 +132,3 @@ signal.pause()
         assert isinstance(killed, Killed)
         assert victim == "server" or "SIGKILL" in killed.reason
         assert isinstance(trial.run(), Completed)
-
-
-def test_nothing_is_left_of_a_trial_whose_launcher_is_killed(tmp_path):
-    with warmed(tmp_path, "done(1); signal.pause()") as trial:
-
-        def kill() -> None:
-            if (trial.run_dir / "metrics.jsonl").exists():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(trial.running._process.pid, signal.SIGKILL)
-
-        trial.meanwhile = kill
-        assert isinstance(trial.run(), Killed)
-        pids = [told(trial)["pid"], told(trial)["server"]]
-        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-        until(lambda: not is_held(trial.run_dir / "logs" / ".lock"))

@@ -33,12 +33,6 @@ def executed() -> Iterator[Started]:
     yield ("--start", "exec"), (), {}
 
 
-@contextlib.contextmanager
-def as_it_comes() -> Iterator[Started]:
-    """Leaves it to the launcher."""
-    yield (), (), {}
-
-
 def tasks_of(launcher: int) -> dict[int, str]:
     """The titles of the tasks of a launcher, however they were started, by process id.
 

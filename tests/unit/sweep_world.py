@@ -2,7 +2,6 @@
 
 import math
 import os
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +59,6 @@ class FakeSearch:
     lines: Sequence[Mapping[str, Any]] = ()
     count: int = 4
     ahead: int = 99
-    think: Callable[[], object] = lambda: None
     asked: list[str] = field(default_factory=list)
     told: set[str] = field(default_factory=set)
 
@@ -72,7 +70,6 @@ class FakeSearch:
         self.told |= {one["trial"] for one in lines if one["event"] == "ended"}
 
     def ask(self) -> NextTrial:
-        self.think()
         if len(self.asked) >= self.count:
             return NextTrial(status=STOPPED)
         if len(self.asked) - len(self.told) >= self.ahead:
@@ -164,7 +161,6 @@ class World:
     """All there is; `run` starts a chief again and again until the sweep has ended."""
 
     path: Path
-    seed: int = 0
     trials: int = 4
     """That the search asks for, if `search_of` makes no other of the journal's lines."""
     epochs: int = 2
@@ -177,7 +173,6 @@ class World:
     """Of every chief after the first, where they differ."""
     options: dict[str, Any] = field(default_factory=dict)
     search_of: Callable[[Sequence[Mapping[str, Any]]], Any] | None = None
-    result: Callable[[TrialJob], Outcome | None] | None = None
     begun: Mapping[str, Any] = field(default_factory=dict)
     fates: dict[str, list[Outcome]] = field(default_factory=dict)
     """How trials end else, one after the other."""
@@ -185,18 +180,14 @@ class World:
     """How a trial ends else, whenever it runs."""
     events: Callable[[], object] = lambda: None
     """Called at each tick."""
-    think: Callable[[], object] = lambda: None
-    """Called at each question to the search."""
     time_of_day: Callable[[], float] | None = None
     """Of the journals, if their clock is right."""
 
     def __post_init__(self) -> None:
         self.path.mkdir(exist_ok=True)
-        self.random = random.Random(self.seed)
         self.sweep: Any = SimpleNamespace(
             options=RunOptions(sweep_dir=self.path, **self.options),
             max_epochs=self.epochs,
-            tracked={},
             flags_of=lambda trial, seed: flags_of(trial),
             variables_of=lambda trial, seed: {},
             asked_for=lambda values: None,
@@ -226,8 +217,7 @@ class World:
 
     def outcome(self, job: TrialJob) -> Outcome | None:
         needed = (job.goal.until or self.epochs) * self.ticks
-        result = self.result or self._by_run
-        return result(job) if self.done[job.run_dir.name] >= needed else None
+        return self._by_run(job) if self.done[job.run_dir.name] >= needed else None
 
     # The time.
 
@@ -241,17 +231,13 @@ class World:
         writers = Counter(one.run for one in awake)
         assert all(count == 1 for count in writers.values()), f"two write at once: {writers}"
 
-    def kill_chief(self) -> None:
-        self.is_dead = True
-        raise Crash
-
     def begin(self, *, at: int | None = None, how: str = "before") -> Chief:
         """Returns a new chief over what the one before has left; it dies at its write `at`."""
         self.chiefs, self.most_at_once = self.chiefs + 1, 0
         if self.chiefs > 1 and self.slots_later is not None:
             self.slots = self.slots_later
         journal = CrashingJournal(self, at=at, how=how)
-        search_of = self.search_of or partial(FakeSearch, count=self.trials, think=self.think)
+        search_of = self.search_of or partial(FakeSearch, count=self.trials)
         search = search_of(list(journal.lines))
         self.chief = Chief(
             self.sweep,
@@ -263,9 +249,7 @@ class World:
         )
         return self.chief
 
-    def run(
-        self, *, at: int | None = None, how: str = "before", always: bool = False, pause: int = 0
-    ) -> Chief:
+    def run(self, *, at: int | None = None, how: str = "before", always: bool = False) -> Chief:
         """Returns the last chief; the first one, or always each, dies at its write `at`."""
         while True:
             try:
@@ -279,8 +263,6 @@ class World:
             except Crash:
                 at = at if always else None
             self._chief_has_gone()
-            for _ in range(self.random.randrange(pause) if pause else 0):
-                self.tick()
 
     def _chief_has_gone(self) -> None:
         self.chief, self.is_dead = None, False

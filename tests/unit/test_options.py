@@ -158,4 +158,4 @@ def test_a_part_of_the_options_has_their_values():
 def test_only_the_name_of_a_flag_is_translated():
     assert underscored("--run-dir=a-b") == "--run_dir=a-b"
     assert underscored("-h") == "--help"
-    assert underscored("--no-pin") == "--no_pin"
+    assert underscored("--dry-run") == "--dry_run"

@@ -275,7 +275,7 @@ def test_a_host_on_which_no_trial_can_start_gets_no_more(monkeypatch):
     hosts.close("a", EXIT_USAGE, "a: Permission denied")
     now_s += 1e6
     assert hosts.slots() == [b]
-    assert hosts.flags(Slot()) == ["--hosts", "b:1"]
+    assert hosts.flags(b) == ["--hosts", "b:1"]
     hosts.close("b", EXIT_USAGE, "b: Permission denied")
     assert refused(hosts.slots) == ("--hosts", "no-host-left")
 
@@ -449,6 +449,8 @@ def test_a_finished_sweep_of_which_no_trial_was_completed_has_failed_again(
 def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path):
     """So are hyperparameters that are new, gone, or in another order."""
     require_same(tmp_path, begun(), begun(seed=None))
+    earlier = begun(config={"dropout": 0.1, "overfit_batches": 0}) | {"early_stop": "none"}
+    require_same(tmp_path, earlier, begun())
     now = begun(space=space_of(max_value=0.9), tuner="grid", config={"dropout": 0.2})
     said = str(refusal(lambda: require_same(tmp_path, begun(), now)))
     assert "tuner='grid' (there: 'random')" in said

@@ -7,7 +7,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +19,7 @@ from tfdist.checkpoint.model_state import state_sha256, weights_sha256
 from tfdist.checkpoint.publish import PublishModel
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.cluster.settings import restarts
-from tfdist.configs import FREE, flat
+from tfdist.configs import FREE
 from tfdist.errors import Stopped, TfdistError, UsageError
 from tfdist.outputs.display import (
     ProgressDisplay,
@@ -35,7 +35,6 @@ from tfdist.training.evaluation import Evaluator
 from tfdist.training.fitting import fit
 from tfdist.training.metrics_file import MetricsFile
 from tfdist.training.program import engine_class
-from tfdist.training.trackers import make_tracker
 
 logger = logging.getLogger(__name__)
 STOPPED = "stopped"
@@ -154,7 +153,6 @@ def _fit(
         *([PublishModel(config.publish, run=directory.path)] if config.publish else []),
         keras.callbacks.TerminateOnNaN(),
         reporter,
-        *_trackers(config, directory, seed=seed),
     ]
     options = {
         "overfit_batches": config.overfit_batches,
@@ -203,20 +201,6 @@ def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
         save_freq="auto" if config.backup_every == "auto" else config.backup_every_steps or "epoch",
         keep=config.keep_checkpoints,
     )
-
-
-def _trackers(
-    config: Any, directory: RunDirectory, *, seed: int
-) -> Sequence[keras.callbacks.Callback]:
-    if config.tracker == "none" or not is_chief():
-        return ()
-    made = make_tracker(
-        config.tracker,
-        run_name=directory.path.name,
-        directory=directory.path,
-        config={**flat(config), "seed": seed},
-    )
-    return () if made is None else (made,)
 
 
 def _write_summary(

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.files import fsync, one_line_errors, open_untrusted
 
-JOURNAL, TRIALS, LOCK, RETRAINED = "journal.jsonl", "trials", ".chief.lock", "best"
-"""Names in a sweep's directory: journal, trials' runs, lock of the chief, run of the retraining."""
+JOURNAL, TRIALS, LOCK = "journal.jsonl", "trials", ".chief.lock"
+"""Names in a sweep's directory: journal, trials' runs, lock of the chief."""
 
 
 class Journal:
@@ -110,8 +110,6 @@ class Trial:
     """Number of virtual epochs done at the last kill."""
     score: float | None = None
     best_virtual_epoch: int | None = None
-    stopped_at: int | None = None
-    """Virtual epoch at which the sweep stopped the trial early."""
     history: tuple[Mapping[str, float], ...] = ()
     """Metrics of each virtual epoch."""
     reason: str = ""
@@ -124,8 +122,6 @@ class Trial:
     """Total run time of its ended jobs in seconds."""
     asked: Mapping[str, Any] | None = None
     """Values requested by its program, including fixed values, `None` if not known yet."""
-    measured_by: tuple[str, ...] | None = None
-    """Trials that were completed at the first start of this trial, `None` if it did not start."""
 
     @property
     def is_over(self) -> bool:
@@ -153,8 +149,6 @@ class SweepState:
     """Reason for the end of the sweep, `None` if it still runs."""
     is_complete: bool = False
     """Whether the sweep ended because all trials were done."""
-    retrained: str | None = None
-    """Trial with the values for the final training, `None` if there is no final training."""
 
     def apply(self, line: Mapping[str, Any]) -> None:
         event = line["event"]
@@ -165,15 +159,11 @@ class SweepState:
             self.finished, self.is_complete = None, False
         elif event == "finished":
             self.finished, self.is_complete = line["reason"], line["is_complete"]
-        elif event == "retrained":
-            self.retrained = line["trial"]
         elif event == "asked" and line["trial"] is not None:
             self._asked(line)
         elif event in ("started", "killed", "ended"):
             self.finished = None
             trial = self.trials[line["trial"]]
-            if event == "started" and trial.measured_by is None:
-                trial = replace(trial, measured_by=self.completed)
             self.trials[trial.id] = _changed(trial, line)
 
     def _asked(self, line: Mapping[str, Any]) -> None:
@@ -288,7 +278,6 @@ def _changed(trial: Trial, line: Mapping[str, Any]) -> Trial:
         status=COMPLETED if line["status"] == "COMPLETED" else FAILED,
         score=line["score"],
         best_virtual_epoch=line["best_virtual_epoch"],
-        stopped_at=line.get("stopped_at"),
         history=tuple(line["history"]),
         reason=line["reason"],
         last_lines=tuple(line["last_lines"]),

@@ -40,7 +40,7 @@ from tfdist.checkpoint.warm_start import load_model_file, loading, set_weights
 from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
-from tfdist.outputs.sweep_journal import JOURNAL, RETRAINED, TRIALS, best_trial
+from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, best_trial
 from tfdist.renamed import without_renamed
 from tfdist.serving.model_versions import find_models
 from tfdist.serving.protocol import version_number
@@ -566,23 +566,20 @@ def newest_in(source: Path, *, best: bool = False) -> str | None:
 
 
 def _best_run(sweep: Path, *, make: str | None) -> Path:
-    """Return the run directory of a sweep's best trial, or the model that was trained again.
+    """Return the run directory of a sweep's best trial.
 
     The trial's checkpoints have no model if its program is in Python and `make` is not given.
     """
-    state, trial = best_trial(sweep, where=str(sweep))
-    run, again = RunDirectory(sweep / TRIALS / trial.run), RunDirectory(sweep / RETRAINED)
-    if make is not None or run.config_file.exists():
-        return run.path
+    _, trial = best_trial(sweep, where=str(sweep))
+    run = RunDirectory(sweep / TRIALS / trial.run)
     require(
-        state.retrained == trial.id and again.model_file.exists(),
+        make is not None or run.config_file.exists(),
         str(sweep),
         f"trial {trial.id} has checkpoints without a model",
-        fix="run the sweep again with --retrain_best (or retrain_best=True), or say which "
-        "function makes the model: --model train.py:make_model",
+        fix="if a program made the model, pass its function: --model train.py:make_model",
         code="not-a-source",
     )
-    return again.model_file
+    return run.path
 
 
 def _checkpoints_in(source: Path) -> Path:

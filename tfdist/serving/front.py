@@ -58,7 +58,6 @@ _MOST_OF_AN_ERROR = 500  # gRPC: up to 12 bytes per character in a trailer of 8 
 _TICKET = "tfdist.ticket"  # key of the ticket in the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
 _GRPC_KINDS = {"Predict": FrameKind.GRPC_PREDICT, "GetModelMetadata": FrameKind.GRPC_METADATA}
-_PAGE = (Path(__file__).parent / "page.html").read_bytes()
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
@@ -377,7 +376,7 @@ class Front:
             if self._checks_host:
                 protocol.require_own_name(headers.get(b"host", b"").decode("latin-1"))
             if path == "/" and scope["method"] in ("GET", "HEAD"):
-                kind, body = b"text/html; charset=utf-8", _PAGE
+                body = b"{}"
             elif path == "/healthz":
                 status, body = (200, b"{}") if self.is_healthy else (503, b"{}")
             else:

@@ -3,12 +3,11 @@
     python -m tfdist.serving.replica SUPERVISOR
 
 SUPERVISOR is the pid of the supervisor. The replica dies with that process. It imports TensorFlow
-and reads its order from standard input. A spare process waits for its order. The order is a line of
-JSON with the version's directory, the model's name, the path of the socket, the CPU cores (empty:
-all) and the batch sizes for padding. The replica loads the version and writes `ready` or the reason
-of a failure to standard output. Then it serves one front at a time. If a front exits, the replica
-waits for the next front. A batch has the requests that arrived during the previous batch. A replica
-never waits to fill a batch.
+and reads its order from standard input, a line of JSON with the version's directory, the model's
+name, the path of the socket, the CPU cores and the batch sizes for padding. The replica loads the
+version and writes `ready` or the reason of a failure to standard output. Then it serves one front
+at a time. If a front exits, the replica waits for the next front. A batch has the requests that
+arrived during the previous batch. A replica never waits to fill a batch.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def main() -> int:
         if not line:
             return 0  # the supervisor closed the pipe without an order
         order = json.loads(line)
-        if order["cores"]:
-            os.sched_setaffinity(0, order["cores"])  # before the Session starts threads
+        os.sched_setaffinity(0, order["cores"])  # before the Session starts threads
         directory, sizes = Path(order["directory"]), order["batch_sizes"]
         model = ServedModel(directory, order["name"], batch_sizes=sizes)
         model.warm_up(directory)

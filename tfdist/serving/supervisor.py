@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,12 +50,10 @@ class ServeOptions(FrontOptions):
     directory: Path
     name: str | None = None
     replicas: int = 1
-    spares: int = 1
     host: str = "127.0.0.1"
     rest_port: int = 8501
     grpc_port: int = 8500
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    pin: bool = True
 
 
 class ServiceSupervisor:
@@ -77,7 +74,6 @@ class ServiceSupervisor:
         self._ids = itertools.count(1)
         self._replicas: dict[int, subprocess.Popen[bytes]] = {}
         self._draining: dict[int, str] = {}
-        self._spares: list[subprocess.Popen[bytes]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._front: subprocess.Popen[bytes] | None = None
         self._control: asyncio.StreamWriter | None = None
@@ -185,13 +181,7 @@ class ServiceSupervisor:
         for version in model.refused.keys() - before.refused.keys():
             _LOG.error("%s: version %d rejected: %s", name, version, model.refused[version])
         if model.served not in (None, before.served):
-            age = ""
-            if before.served is not None:
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                    directory = self._directory(name, model.served)
-                    saved_at = json.loads((directory / "manifest.json").read_text())["saved_at"]
-                    age = f", {time.time() - saved_at:.1f} s after its checkpoint was saved"
-            _LOG.info("%s: serving version %s%s", name, model.served, age)
+            _LOG.info("%s: serving version %s", name, model.served)
         self._models[name], starts, drains = model.plan(self._ids)
         self._draining.update({id: name for id in drains if id in self._replicas})
         for replica in starts:
@@ -217,7 +207,7 @@ class ServiceSupervisor:
             "directory": str(self._directory(name, replica.version)),
             "name": name,
             "path": f"{self._private}/{id}",
-            "cores": self._cores_of(replica.index) if self._options.pin else [],
+            "cores": self._cores_of(replica.index),
             "batch_sizes": self._options.batch_sizes,
         }
         try:
@@ -275,23 +265,14 @@ class ServiceSupervisor:
                     return
         _LOG.info("%s: replica %d is ready", name, id)
         self._set(name, model.loaded(id))
-        if len(self._spares) < self._options.spares and not self._stop.is_set():
-            try:  # start it now, while no version is loading
-                self._spares.append(self._start_spare())
-            except TfdistError as error:  # the next replica starts without one
-                _LOG.error("%s: cannot start a spare process: %s", name, error)
 
     def _start_replica(self, order: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-        """Return a spare or new replica process after sending its order, or raise TfdistError."""
-        self._spares = [spare for spare in self._spares if spare.poll() is None]
-        process = self._spares.pop(0) if self._spares else self._start_spare()
+        """Return a replica process after sending its order, or raise TfdistError."""
+        process = self._spawn("replica", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # it just exited
             pipe.write(json.dumps(order).encode() + b"\n")
         return process
-
-    def _start_spare(self) -> subprocess.Popen[bytes]:
-        return self._spawn("replica", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def _spawn(self, role: str, *words: str, **options: Any) -> subprocess.Popen[bytes]:
         module = self._modules[role]
@@ -306,7 +287,7 @@ class ServiceSupervisor:
     def _end(self) -> None:
         self._stop.set()
         fronts = [self._front] if self._front else []
-        for process in [*self._replicas.values(), *self._spares, *fronts]:
+        for process in [*self._replicas.values(), *fronts]:
             process.kill()
             process.wait()
         self._rest.close()

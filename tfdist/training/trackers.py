@@ -9,10 +9,7 @@ a tracker fails, tfdist logs one warning and stops calling it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -294,7 +291,7 @@ def _resume(package: str, run: str) -> None:
     if run_of(package) == run:
         return
     if package == "mlflow":
-        resume_in_mlflow(run)
+        _resume_in_mlflow(run)
         return
     wandb: Any = sys.modules[package]
     begun = wandb.run
@@ -305,12 +302,10 @@ def _resume(package: str, run: str) -> None:
         wandb.init(id=run, resume="allow", dir=directory, **known)
 
 
-def resume_in_mlflow(run: str) -> None:
+def _resume_in_mlflow(run: str) -> None:
     """Resume an MLflow run, and delete the run that the program has started instead."""
     mlflow: Any = sys.modules["mlflow"]
     begun = mlflow.active_run()
-    if begun is not None and begun.info.run_id == run:
-        return
     client = mlflow.MlflowClient()
     client.get_run(run)  # fails here if the run is missing, before the other run is deleted
     if begun is not None:
@@ -325,50 +320,3 @@ def _logged_in_mlflow(inner: Any, run: str) -> dict[str, int]:
     steps = [m.step for k in keys for m in client.get_metric_history(run, k)]
     last = "epoch" if getattr(inner, "log_every_epoch", True) else "step"
     return {last: max(steps)} if steps else {}
-
-
-def in_use(callbacks: Any) -> set[str]:
-    """Return the packages of trackers that have a callback or a current run."""
-    used = map(package_of, keras.tree.flatten(callbacks or []))
-    begun = {name for name in TRACKERS if name in sys.modules and run_of(name)}
-    return {*filter(None, used), *begun}
-
-
-def make_tracker(
-    name: str, *, run_name: str, directory: Path, config: Mapping[str, Any]
-) -> keras.callbacks.Callback | None:
-    """Start a run of ``mlflow`` or ``wandb`` in the chief and return the tracker's callback.
-
-    The tracker's own variables set the destination (MLFLOW_TRACKING_URI, WANDB_MODE). If the
-    tracker is not installed or fails to start, log one warning and return `None`.
-    """
-    try:
-        make = _make_mlflow if name == "mlflow" else _make_wandb
-        return make(run_name, directory, config)
-    except Exception as error:
-        why = "is not installed" if isinstance(error, ImportError) else "cannot start a run"
-        warn(f"{TRACKERS[name]} {why}", error)
-        return None
-
-
-def _make_mlflow(run_name: str, directory: Path, config: Mapping[str, Any]) -> Any:
-    mlflow = importlib.import_module("mlflow")
-    callback = importlib.import_module("mlflow.keras").MlflowCallback()
-    mlflow.start_run(run_name=run_name)
-    mlflow.log_params({f"config.{name}": value for name, value in config.items()})
-    return callback
-
-
-def _make_wandb(run_name: str, directory: Path, config: Mapping[str, Any]) -> Any:
-    wandb = importlib.import_module("wandb")
-    file = directory / "config.json"  # a new run in the same directory has another file time
-    identity = f"{file.stat().st_mtime_ns} {file.read_text()}"
-    wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "tfdist"),
-        name=run_name,
-        config=dict(config),
-        dir=str(directory),
-        id=hashlib.sha256(identity.encode()).hexdigest()[:12],
-        resume="allow",
-    )
-    return importlib.import_module("wandb.integration.keras").WandbMetricsLogger()

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError
 from tfdist.launch.live import LIVE_FILE
-from tfdist.options import MEDIAN
 from tfdist.outputs.sweep_journal import RUNNING as BEGUN
 from tfdist.outputs.sweep_journal import TRIALS, Journal, Trial, fold
 from tfdist.tuning.trial_job import (
@@ -27,12 +26,9 @@ from tfdist.tuning.trial_job import (
     Killed,
     LaunchedTrial,
     LauncherRunner,
-    Medians,
     Outcome,
     Slot,
     TrialJob,
-    medians_of,
-    values_of,
 )
 
 if TYPE_CHECKING:  # the module imports KerasTuner and TensorFlow
@@ -192,13 +188,12 @@ class Chief:
             objective=self.state.begun["objective"],
             direction=self.state.begun["direction"],
             until=trial.until,
-            medians=self._medians(trial) if self._sweep.options.early_stop == MEDIAN else (),
         )
         seed = self.state.begun["seed"]
         return TrialJob(
             run_dir=self._run_dir(trial),
             flags=self._sweep.flags_of(trial, seed),
-            variables={**self._sweep.tracked, **self._sweep.variables_of(trial, seed)},
+            variables=self._sweep.variables_of(trial, seed),
             goal=goal,
             slot=slot,
             trial=trial.id,
@@ -206,17 +201,6 @@ class Chief:
 
     def _run_dir(self, trial: Trial) -> Path:
         return self._sweep.options.sweep_dir / TRIALS / trial.run
-
-    def _medians(self, trial: Trial) -> Medians:
-        """Return the medians of the trials that had completed when this trial first started.
-
-        Trials that complete later do not count, even if a later chief restarts this trial.
-        """
-        names = self.state.completed if trial.measured_by is None else trial.measured_by
-        ended = [self.state.trials[name] for name in names]
-        return medians_of(
-            [values_of(other.history, self.state.begun["objective"]) for other in ended]
-        )
 
     def _wait_for_ends(self, *, is_stopping: bool = False) -> None:
         """Wait at most `POLL_S` seconds and record the trials that have ended.
@@ -248,7 +232,7 @@ class Chief:
 
     def _end(self, trial: Trial, outcome: Completed | Failed) -> None:
         status = "COMPLETED" if isinstance(outcome, Completed) else "FAILED"
-        fields: dict[str, Any] = dict.fromkeys(("score", "best_virtual_epoch", "stopped_at"))
+        fields: dict[str, Any] = dict.fromkeys(("score", "best_virtual_epoch"))
         fields |= {"history": [], "reason": "", "last_lines": [], **asdict(outcome)}
         fields |= self._ran_until(trial)
         line = self._journal.add("ended", trial=trial.id, status=status, **fields)

@@ -33,7 +33,6 @@ class ConfigSweep(sweep.Sweep):
         super().__init__(options, TrialProgram(command=program, imports=imports), environ)
         self._config = config
         self.max_epochs = config.checkpoints
-        self.trackers = {config.tracker} - {"none"}
 
     @functools.cached_property
     def space(self) -> SearchSpace:
@@ -47,7 +46,7 @@ class ConfigSweep(sweep.Sweep):
         values = {k: v for k, v in flat(self._config).items() if k not in FREE}
         names = ("tuner", "objective", "direction", "factor", "strategy", "workers", "ps", "seed")
         return {
-            **{name: getattr(self.options, name) for name in (*names, "max_trials", "early_stop")},
+            **{name: getattr(self.options, name) for name in (*names, "max_trials")},
             "config": json.loads(json.dumps(values)),
             "space": self.space.description,
         }
@@ -70,11 +69,10 @@ class ConfigSweep(sweep.Sweep):
     def asked_for(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return self.space.asked(values)
 
-    def flags_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> tuple[str, ...]:
+    def flags_of(self, trial: Trial, seed: int) -> tuple[str, ...]:
         flags = self.space.flags(trial.values)
-        if self._config.seed is None and not any(f.startswith("--config.seed=") for f in flags):
-            flags += (f"--config.seed={seed}",)
-        return (*flags, "--config.save_model=true") if is_best else flags
+        is_set = self._config.seed is not None or any(f.startswith("--config.seed=") for f in flags)
+        return flags if is_set else (*flags, f"--config.seed={seed}")
 
 
 @contextlib.contextmanager
@@ -98,13 +96,6 @@ def _check(options: SweepOptions, config: Any) -> None:
         f"all trials would share the run directory {config.run_dir!r}",
         fix="leave it out, and pass --sweep_dir",
         code="run-dir-in-a-sweep",
-    )
-    require(
-        not config.publish,
-        "config.publish",
-        f"every trial would publish versions to {config.publish!r}, whatever its score",
-        fix="leave it out, and export the best trial's run with python -m tfdist.export",
-        code="publish-in-a-sweep",
     )
     require(
         config.validation_split or not options.objective.startswith("val_"),

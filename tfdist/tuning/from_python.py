@@ -23,11 +23,10 @@ from tfdist.errors import (
     require,
 )
 from tfdist.launch.options import Program, imports_tensorflow
-from tfdist.options import NONE
-from tfdist.outputs.sweep_journal import JOURNAL, RETRAINED, TRIALS, SweepState, Trial, read
+from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, SweepState, Trial, read
 from tfdist.renamed import without_renamed
 from tfdist.tuning import sweep
-from tfdist.tuning.options import RunOptions, require_no_rule
+from tfdist.tuning.options import RunOptions
 from tfdist.tuning.oracle import (
     PROJECT,
     Search,
@@ -148,8 +147,6 @@ def search(  # noqa: D417, PLR0913
     backup_every_steps: int | None = None,
     max_failed_trials: int | None = None,
     trial_timeout_s: float = math.inf,
-    early_stop: str = NONE,
-    retrain_best: bool = False,
     overwrite: bool = False,
     **fit_kwargs: Any,
 ) -> None:
@@ -169,8 +166,6 @@ def search(  # noqa: D417, PLR0913
       backup_every_steps: Steps between saves of a trial. Each trial also saves after each epoch.
       max_failed_trials: Number of failed trials that ends the sweep with an error (default: none).
       trial_timeout_s: Seconds in which a trial must finish an epoch, or it fails (default: inf).
-      early_stop: ``median`` stops trials by the median stopping rule (default: ``none``).
-      retrain_best: Whether to train the best trial again and save ``best/model.keras``.
       overwrite: Whether to move an earlier sweep in `sweep_dir` aside. The tuner's own `overwrite`
         only affects files of KerasTuner.
 
@@ -191,18 +186,7 @@ def search(  # noqa: D417, PLR0913
         backup_every_steps=backup_every_steps,
         max_failed_trials=max_failed_trials,
         trial_timeout_s=trial_timeout_s,
-        early_stop=early_stop,
-        retrain_best=retrain_best,
         overwrite=overwrite,
-    )
-    if isinstance(tuner.oracle, keras_tuner.oracles.HyperbandOracle):
-        require_no_rule(early_stop)
-    require(
-        early_stop == NONE or getattr(tuner, "executions_per_trial", 1) == 1,
-        "--early_stop",
-        f"{early_stop} does not support several executions per trial",
-        fix="leave it out, or set executions_per_trial=1",
-        code="exclusive",
     )
     require_known(tuner, fit_kwargs)
     assignment = read_assignment(os.environ)
@@ -238,9 +222,6 @@ class TunerSweep(Sweep):
         self.first_seed = int(tuner.oracle.seed)
         self._tuner = tuner
         self._fitting = fitting
-        from tfdist.training.trackers import in_use  # imported here, as `fit` in `require_known`
-
-        self.trackers = in_use(fitting.get("callbacks"))
 
     def describe(self) -> dict[str, Any]:
         """Return the sweep's description, with the fit's arguments that are JSON scalars."""
@@ -255,7 +236,7 @@ class TunerSweep(Sweep):
         )
         where = "tfdist.tuning.search"
         space = describe_space(oracle.hyperparameters, where=where, function="build(hp)")
-        names = ("strategy", "workers", "ps", "early_stop")
+        names = ("strategy", "workers", "ps")
         settings = {n: str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}
         settings["executions_per_trial"] = str(tuner.executions_per_trial)
         kinds = (bool, int, float, str)
@@ -276,29 +257,18 @@ class TunerSweep(Sweep):
     def search(self, begun: Mapping[str, Any]) -> Search:
         return search_of(self._tuner, self.options.sweep_dir, begun)
 
-    def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> dict[str, str]:
-        """Return the assignment of a trial. A trial that continues another uses its checkpoints.
-
-        The best trial is retrained from its first epoch, with hyperband for `max_epochs`.
-        """
-        sweep_dir, oracle = self.options.sweep_dir.absolute(), self._tuner.oracle
-        run_dir = first = sweep_dir / RETRAINED
-        values = dict(trial.values)
-        if not is_best:
-            trials = sweep_dir / TRIALS
-            run_dir, first = trials / trial.id, trials / _first_of(trial.id, oracle)
-        elif "tuner/epochs" in values:
-            values |= {"tuner/epochs": oracle.max_epochs, "tuner/initial_epoch": 0}
-            values.pop("tuner/trial_id", None)
+    def variables_of(self, trial: Trial, seed: int) -> dict[str, str]:
+        """Return the assignment of a trial. A trial that continues another uses its checkpoints."""
+        sweep_dir = self.options.sweep_dir.absolute()
+        trials = sweep_dir / TRIALS
         return Assignment(
             sweep_dir=str(sweep_dir),
-            trial=run_dir.name,
-            run_dir=str(run_dir),
-            checkpoints=str(first / _CHECKPOINTS),
-            values=values,
+            trial=trial.id,
+            run_dir=str(trials / trial.id),
+            checkpoints=str(trials / _first_of(trial.id, self._tuner.oracle) / _CHECKPOINTS),
+            values=dict(trial.values),
             seed=seed,
             backup_every_steps=self.options.backup_every_steps,
-            save_model=is_best,
         ).encode()
 
 
@@ -328,11 +298,7 @@ def _raise_unless_done(exit_code: int, state: SweepState, sweep_dir: Path) -> No
     if exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         sys.exit(exit_code)
     if exit_code != EXIT_OK:
-        why = state.finished
-        if state.is_complete and not state.has_failed:
-            log = sweep_dir / RETRAINED / "launch.log"
-            why = f"retraining the best trial failed (see {log})"
-        raise TfdistError(f"sweep {sweep_dir}: {why}")
+        raise TfdistError(f"sweep {sweep_dir}: {state.finished}")
 
 
 def _first_of(trial: str, oracle: Any) -> str:

@@ -18,7 +18,7 @@ from keras_tuner.src.engine import trial as trial_module
 from keras_tuner.src.engine import tuner_utils
 from keras_tuner.src.engine.tuner_utils import SaveBestEpoch
 
-from tfdist.checkpoint.backup import BackupAndRestore, save_whole
+from tfdist.checkpoint.backup import BackupAndRestore
 from tfdist.checkpoint.model_state import weights_sha256
 from tfdist.errors import TfdistError, UsageError, require
 from tfdist.files import one_line_errors, replacing
@@ -70,8 +70,6 @@ def run_assigned(
         fitting.directory.path.mkdir(parents=True, exist_ok=True)
         has_reported = fitting.has_reported(results, tuner.oracle.objective.name)
         result: dict[str, Any] = {} if has_reported else {"result": _result(tuner, results)}
-        if assignment.save_model and fitting.model is not None:
-            save_whole(fitting.model, fitting.directory.model_file)
         result["hyperparameters"] = asked
         fitting.directory.write_summary({"status": DONE, **result, **fitting.summary()})
     barrier()  # a task that exits early would make its peers fail

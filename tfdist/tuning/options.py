@@ -10,7 +10,6 @@ from tfdist.cluster.address import parse_hosts
 from tfdist.errors import UsageError, mutually_exclusive, require
 from tfdist.launch.options import LaunchOptions
 from tfdist.options import (
-    NONE,
     OBJECTIVES,
     HostFlags,
     SweepFlags,
@@ -73,11 +72,6 @@ class SweepOptions(RunOptions, SweepFlags):
     config_flags: tuple[str, ...] = ()
     """``--config.field=value`` flags of every trial. The search space's values override them."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tuner == "hyperband":
-            require_no_rule(self.early_stop)
-
     @property
     def direction(self) -> str:
         return OBJECTIVES[self.objective]
@@ -107,14 +101,3 @@ def parse(argv: Sequence[str]) -> SweepOptions | tuple[str, Path]:
 def help_text(*, full: bool) -> str:
     """Return the text of ``--help``, or of ``--helpfull``."""
     return shown(_USAGE, flags_of(SweepOptions), full=full)
-
-
-def require_no_rule(early_stop: str) -> None:
-    """Raise UsageError if hyperband is combined with an early-stopping rule."""
-    require(
-        early_stop == NONE,
-        "--early_stop",
-        f"{early_stop} does not work with hyperband, which stops and continues trials itself",
-        fix="leave it out, or use random search",
-        code="exclusive",
-    )

@@ -1,20 +1,17 @@
 """Results of a sweep: console output and files for other tools.
 
 The console shows a live table or a line per change, and at the end the leaderboard. The files are
-`sweep.json` and TensorBoard's HParams. A tracker gets a parent run.
+`sweep.json` and TensorBoard's HParams.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import importlib
-import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +176,7 @@ def as_json(state: SweepState) -> dict[str, Any]:
 
 
 def _trial_json(trial: Trial) -> dict[str, Any]:
-    names = ("status", "score", "best_virtual_epoch", "stopped_at", "hyperparameters", "starts")
+    names = ("status", "score", "best_virtual_epoch", "hyperparameters", "starts")
     more = ("reason", "last_lines", "began_at", "ended_at", "seconds")
     return {
         "trial": trial.id,
@@ -193,8 +190,7 @@ def _progress(trial: Trial, state: SweepState, line: Mapping[str, Any]) -> str:
     config = state.begun.get("config", {})
     of = trial.until or config.get("checkpoints") or config.get("epochs") or "?"
     if trial.is_over:
-        stopped = f", stopped at {trial.stopped_at}" if trial.stopped_at else ""
-        return f"{trial.best_virtual_epoch} of {of}{stopped}" if trial.best_virtual_epoch else ""
+        return f"{trial.best_virtual_epoch} of {of}" if trial.best_virtual_epoch else ""
     step = f", step {line['step']}" if "step" in line else ""
     return f"{line.get('virtual_epoch', 0)} of {of}{step}"
 
@@ -290,43 +286,3 @@ def _write_hparams(trial: Trial, objective: str, path: Path) -> None:
         session_end = summary.session_end_pb(status, end).SerializeToString()
         tf.summary.experimental.write_raw_pb(session_end, step=0)
     writer.close()
-
-
-# Parent run of a sweep's trials in a tracker, set with variables that MLflow and W&B read.
-
-MLFLOW_FILE = "mlflow-run"
-"""Name of the file in the sweep's directory that holds the id of its MLflow run."""
-
-
-def variables_of_trials(
-    packages: Collection[str], sweep_dir: Path, *, begun: Mapping[str, Any]
-) -> Mapping[str, str]:
-    """Return the variables that put all trials' runs under one parent, also after a restart."""
-    variables = {}
-    if "wandb" in packages:
-        digest = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()
-        variables["WANDB_RUN_GROUP"] = f"{sweep_dir.name}-{digest[:8]}"
-    if "mlflow" in packages:
-        try:
-            tags = {"mlflow.parentRunId": _begun_in_mlflow(sweep_dir)}
-            variables["MLFLOW_RUN_CONTEXT"] = json.dumps(tags)
-        except Exception as error:
-            from tfdist.training import trackers  # imports TensorFlow
-
-            trackers.warn("MLflow: cannot create a run for the sweep", error)
-    return variables
-
-
-def _begun_in_mlflow(sweep_dir: Path) -> str:
-    """Return the id of the sweep's MLflow run: the recorded, the active or a new run."""
-    mlflow: Any = importlib.import_module("mlflow")
-    file = sweep_dir / MLFLOW_FILE
-    if file.exists():
-        from tfdist.training import trackers
-
-        run = file.read_text()
-        trackers.resume_in_mlflow(run)
-        return run
-    begun = mlflow.active_run() or mlflow.start_run(run_name=sweep_dir.name)
-    file.write_text(begun.info.run_id)
-    return str(begun.info.run_id)

@@ -1,4 +1,4 @@
-"""Sweep runs: the directory, the trials and the retraining, for config files and for tuners."""
+"""Sweep runs: the directory and the trials, for config files and for tuners."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,34 +17,28 @@ from tfdist import files
 from tfdist.cluster import KINDS, read_environment
 from tfdist.cluster.address import parse_hosts
 from tfdist.cluster.settings import restarts
-from tfdist.errors import EXIT_FAILED, EXIT_OK, Stopped, UsageError, require
+from tfdist.errors import EXIT_FAILED, EXIT_OK, UsageError, require
 from tfdist.files import FileLock, LockedError, one_line_errors
 from tfdist.launch.events import SignalPipe
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.machine import Machine, this_machine
 from tfdist.launch.multihost.hosts import slurm_nodes
-from tfdist.outputs.run_directory import RunDirectory, differences
+from tfdist.outputs.run_directory import REMOVED_FIELDS, differences
 from tfdist.outputs.sweep_journal import (
     JOURNAL,
     LOCK,
-    RETRAINED,
     TRIALS,
     Journal,
     SweepState,
     Trial,
     fold,
 )
-from tfdist.tuning.chief import KILLS_AT_MOST, POLL_S, Chief, StopRequests
+from tfdist.tuning.chief import Chief
 from tfdist.tuning.options import RunOptions
-from tfdist.tuning.results import SweepScreen, export_hparams, leaderboard, variables_of_trials
+from tfdist.tuning.results import SweepScreen, export_hparams, leaderboard
 from tfdist.tuning.trial_job import (
-    Completed,
-    Failed,
-    Goal,
     LauncherRunner,
-    Outcome,
     TrialHosts,
-    TrialJob,
     TrialProgram,
     is_run_in,
 )
@@ -63,14 +57,10 @@ class Sweep(ABC):
     max_epochs: int | None = None
     """Virtual epochs of a whole run. A later trial can continue a shorter trial's directory.
     `None` if the program ends each trial itself and each trial has a separate directory."""
-    trackers: Collection[str] = ()
-    """Packages of the experiment trackers that the trials log to."""
 
     def __init__(
         self, options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
     ) -> None:
-        self.tracked: Mapping[str, str] = {}
-        """Environment variables that link the trials' tracker runs to this sweep, set by `run`."""
         self.options = options
         self.runner = runner_of(options, program, environ)
 
@@ -86,29 +76,17 @@ class Sweep(ABC):
     def search(self, begun: Mapping[str, Any]) -> Search:
         """Return a search without trials, from the journal's first line."""
 
-    def flags_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> tuple[str, ...]:
-        """Return the ``--config.field=value`` flags of a trial. Raise UsageError if invalid.
-
-        With `is_best`, the flags train the values again, for all epochs, and save the model.
-        """
+    def flags_of(self, trial: Trial, seed: int) -> tuple[str, ...]:
+        """Return the ``--config.field=value`` flags of a trial. Raise UsageError if invalid."""
         return ()
 
     def asked_for(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Return the trial's values that its program reads, or `None` if the trial reports them."""
         return None
 
-    def variables_of(self, trial: Trial, seed: int, *, is_best: bool = False) -> Mapping[str, str]:
-        """Return environment variables to add for a trial. `flags_of` explains `is_best`."""
+    def variables_of(self, trial: Trial, seed: int) -> Mapping[str, str]:
+        """Return environment variables to add for a trial."""
         return {}
-
-    def retraining(self, trial: Trial, begun: Mapping[str, Any]) -> TrialJob:
-        """Return the job that trains again with the best trial's values."""
-        return TrialJob(
-            run_dir=self.options.sweep_dir / RETRAINED,
-            flags=self.flags_of(trial, begun["seed"], is_best=True),
-            variables={**self.tracked, **self.variables_of(trial, begun["seed"], is_best=True)},
-            goal=Goal(objective=begun["objective"], direction=begun["direction"]),
-        )
 
 
 def run(sweep: Sweep) -> tuple[int, SweepState]:
@@ -134,16 +112,7 @@ def run(sweep: Sweep) -> tuple[int, SweepState]:
             set_aside(sweep_dir)
         journal = Journal(sweep_dir / JOURNAL, time_of_day=time.time)
         _begin_journal(sweep, journal, description)
-        if sweep.trackers:
-            sweep.tracked = variables_of_trials(sweep.trackers, sweep_dir, begun=journal.lines[0])
-        exit_code, state = _run_trials(sweep, journal)
-        if exit_code == EXIT_OK and sweep.options.retrain_best and state.ranked():
-            best = state.ranked()[0]
-            begin_retraining(sweep_dir, journal, state, best=best.id)
-            with SignalPipe() as signals:
-                job = sweep.retraining(best, state.begun)
-                exit_code = retrain(sweep.runner, job, stop_requests=signals.stop_requests)
-        return exit_code, state
+        return _run_trials(sweep, journal)
 
 
 def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
@@ -264,54 +233,6 @@ def launch_flags(
     return [*flags, "--threads_per_task", str(max(1, cpus // tasks))]
 
 
-# Retraining with a sweep's best hyperparameters for all epochs. It saves the model.
-
-
-def begin_retraining(sweep_dir: Path, journal: Journal, state: SweepState, *, best: str) -> None:
-    """Journal which trial is retrained, and move the retraining of another trial aside.
-
-    A resumed sweep may find a better trial than its retrained trial. Raises TfdistError if the
-    directory cannot be moved.
-    """
-    if state.retrained == best:
-        return
-    before = sweep_dir / RETRAINED
-    if state.retrained is not None and before.exists():
-        with one_line_errors(before):
-            os.replace(before, sweep_dir / f"{RETRAINED}-{state.retrained}")
-    state.apply(journal.add("retrained", trial=best))
-
-
-def retrain(runner: LauncherRunner, job: TrialJob, *, stop_requests: StopRequests) -> int:
-    """Run the job that retrains the best trial. Log the result and return the exit code.
-
-    If the job is killed, this function restarts it, and the job resumes from its checkpoint.
-    """
-    outcome: Outcome | None = runner.outcome(job)
-    kills = reached = stop_signal = 0
-    while not isinstance(outcome, Completed | Failed):
-        if stop_signal:
-            return Stopped(stop_signal).exit_code
-        if kills > KILLS_AT_MOST:
-            outcome = Failed(reason=f"killed {kills} times without progress")
-            break
-        running = runner.start(job)
-        while (outcome := running.poll()) is None:
-            if (requests := stop_requests()) and not stop_signal:
-                stop_signal = requests[0]
-                running.stop()
-            runner.wait([running], POLL_S)
-        done = len(runner.metrics(job.run_dir))
-        kills, reached = (kills if done <= reached else 0) + 1, max(done, reached)
-    if isinstance(outcome, Failed):
-        logger.error("retraining the best trial failed: %s", outcome.reason)
-        return EXIT_FAILED
-    path = RunDirectory(job.run_dir).model_file
-    text = "retrained the best trial: %.4f in its best virtual epoch, last model in %s"
-    logger.info(text, outcome.score, path)
-    return EXIT_OK
-
-
 def require_alone(where: str, environ: Mapping[str, str]) -> None:
     """Raise UsageError in a job with several tasks, because each task would run the sweep."""
     config = read_environment(environ)
@@ -330,7 +251,7 @@ FORK_LOG = "fork-server.log"
 
 _SAME = (
     *("tuner", "objective", "direction", "factor"),
-    *("strategy", "workers", "ps", "early_stop", "seed"),
+    *("strategy", "workers", "ps", "seed"),
 )
 
 
@@ -393,9 +314,10 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
 def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a sweep's description that must not change when a sweep resumes."""
     space = [{"type": one["class_name"], **one["config"]} for one in description.get("space", ())]
+    config = description.get("config", {}).items()
     return {
         **{name: description.get(name) for name in _SAME},
-        "config": description.get("config", {}),
+        "config": {name: value for name, value in config if name not in REMOVED_FIELDS},
         "search space": {f"{number} {one['name']}": one for number, one in enumerate(space)},
     }
 

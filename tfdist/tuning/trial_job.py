@@ -1,4 +1,4 @@
-"""Trial jobs: a trial's settings, the runner, the outcomes and the early-stopping rule."""
+"""Trial jobs: a trial's settings, the runner and the outcomes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import math
 import os
 import select
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -35,39 +34,6 @@ from tfdist.options import TRIAL
 from tfdist.outputs.run_directory import COUNTERS, DONE, RunDirectory, read_json
 
 logger = logging.getLogger(__name__)
-
-# Early stopping of trials: the median rule of Golovin et al., "Google Vizier", 2017.
-#
-# The rule is a pure function of the reported metrics. A resumed sweep makes the same decisions.
-
-LEAST_TRIALS = 5
-"""Number of trials that must have reached a virtual epoch before the rule applies to it."""
-LEAST_EPOCHS = 2
-"""Number of virtual epochs that each trial completes before the rule applies to it."""
-
-
-Medians = tuple[float | None, ...]
-"""Median of the other trials' averages so far, by virtual epoch, `None` if too few ran."""
-
-
-def medians_of(others: Sequence[Sequence[float]]) -> Medians:
-    """Return the rule's medians from other trials' objective values by virtual epoch."""
-    medians: list[float | None] = []
-    for done in range(1, max(map(len, others), default=0) + 1):
-        so_far = [_finite_of(other[:done]) for other in others if len(other) >= done]
-        averages = [statistics.fmean(values) for values in so_far if values]
-        medians.append(statistics.median(averages) if len(averages) >= LEAST_TRIALS else None)
-    return tuple(medians)
-
-
-def values_of(metrics: Iterable[Mapping[str, Any]], objective: str) -> tuple[float, ...]:
-    """Return the objective of each line of metrics. NaN if the value is missing or null."""
-    found = (line.get(objective) for line in metrics)
-    return tuple(math.nan if value is None else float(value) for value in found)
-
-
-def _finite_of(values: Sequence[float]) -> list[float]:
-    return [value for value in values if math.isfinite(value)]
 
 
 class TrialFailed(BaseException):
@@ -126,7 +92,6 @@ class Assignment:
     values: Mapping[str, Any]
     seed: int
     backup_every_steps: int | None = None
-    save_model: bool = False
 
     def encode(self) -> dict[str, str]:
         """Return the assignment as an environment variable."""
@@ -153,8 +118,6 @@ class Completed:
     history: tuple[Mapping[str, float], ...]
     score: float
     best_virtual_epoch: int
-    stopped_at: int | None = None
-    """Virtual epoch after which the early-stopping rule stopped the trial, or `None`."""
     hyperparameters: Mapping[str, Any] | None = None
     """Hyperparameters that the program read, or `None` if the program did not report them."""
 
@@ -184,23 +147,6 @@ class Goal:
     objective: str
     direction: str
     until: int | None = None
-    medians: Medians = ()
-    """Medians for the early-stopping rule."""
-
-    def last(self, metrics: Sequence[Mapping[str, Any]]) -> int | None:
-        """Return the virtual epoch after which the trial should end, or `None`.
-
-        A trial is hopeless if its best value so far is worse than the median of the others'
-        averages so far. The rule overrides `until`, even if the trial has already run further.
-        """
-        values, is_max = values_of(metrics, self.objective), self.direction == "max"
-        for done in range(LEAST_EPOCHS, min(len(values), len(self.medians)) + 1):
-            median, finite = self.medians[done - 1], _finite_of(values[:done])
-            if median is None:
-                continue
-            if not finite or (max(finite) < median if is_max else min(finite) > median):
-                return int(metrics[done - 1]["virtual_epoch"])
-        return self.until
 
 
 def outcome_of(
@@ -212,21 +158,17 @@ def outcome_of(
     """
     reached = max((line["virtual_epoch"] for line in metrics), default=0)
     is_done = summary is not None and summary.get("status") == DONE
-    last = goal.last(metrics)
-    if not is_done and (last is None or reached < last):
+    if not is_done and (goal.until is None or reached < goal.until):
         return None
     summary = summary or {}
-    has_judged = is_done and "result" in summary
-    counted = [line for line in metrics if last is None or line["virtual_epoch"] <= last]
-    outcome = _scored(goal, [summary["result"]] if has_judged else counted)
+    if is_done and "result" in summary:
+        counted = [summary["result"]]
+    else:
+        counted = [m for m in metrics if goal.until is None or m["virtual_epoch"] <= goal.until]
+    outcome = _scored(goal, counted)
     if isinstance(outcome, Failed):
         return outcome
-    is_cut = not has_judged and last is not None and last != goal.until
-    return replace(
-        outcome,
-        stopped_at=last if is_cut else None,
-        hyperparameters=summary.get("hyperparameters"),
-    )
+    return replace(outcome, hyperparameters=summary.get("hyperparameters"))
 
 
 def failure_of(
@@ -351,10 +293,8 @@ class TrialHosts:
 
     def flags(self, slot: Slot) -> list[str]:
         """Return the launcher's flags that start a trial on its host."""
-        host = slot.host
-        if host is None:  # the retraining of the best trial uses the first open host
-            host = next((slot.host for slot in self.slots()), None) or next(iter(self.hosts))
-        return ["--hosts", join(host, self.tasks)]
+        assert slot.host is not None
+        return ["--hosts", join(slot.host, self.tasks)]
 
     def close(self, host: str, exit_code: int, why: str) -> None:
         """Close a host for `_LOST_HOST_S` seconds if it was lost, otherwise for good."""
@@ -537,8 +477,8 @@ class LaunchedTrial:
         if len(metrics) != self._seen:
             self._seen, self._since_s = len(metrics), now_s
         reached = max((line["virtual_epoch"] for line in metrics), default=0)
-        last = self._job.goal.last(metrics)
-        if last is not None and reached >= last:
+        until = self._job.goal.until
+        if until is not None and reached >= until:
             self._end()
         elif now_s - self._since_s > self._runner.timeout_s:
             self._timed_out = True

@@ -64,27 +64,6 @@ def waste():
     return {"losses": history.history["loss"], "staleness": staleness}
 
 
-def traffic():
-    """Return the bytes that cross the loopback in a step."""
-    x = RNG.randn(64, 1000).astype("float32")
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1000,)), keras.layers.Dense(250)])
-        model.compile("sgd", "mse")
-    steps = 80
-    tfdist.fit(model, x, x[:, :250], batch_size=8, seed=3, verbose=0)
-    before = loopback_bytes()
-    tfdist.fit(model, x, x[:, :250], batch_size=8, epochs=steps // 8, seed=3, verbose=0)
-    return (loopback_bytes() - before) / steps
-
-
-def loopback_bytes():
-    for line in pathlib.Path("/proc/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[0])
-    raise AssertionError("no loopback")
-
-
 def split():
     """Models with variables in parts: each optimizer, then what is saved and resumed."""
     data = (zoo.TOKENS, zoo.CALM)
@@ -144,6 +123,6 @@ def resume():
     }
 
 
-PARTS = {part.__name__: part for part in (placement, waste, traffic, split, resume)}
+PARTS = {part.__name__: part for part in (placement, waste, split, resume)}
 seen = {name: PARTS[name]() for name in sys.argv[2:]}
 (OUT / "seen.json").write_text(json.dumps(seen))

@@ -1,14 +1,12 @@
 """A sweep of a user's own: trials of a tiny model, a task of the second killed once.
 
-Usage: tuned.py SWEEP_DIR STRATEGY WORKERS TRIALS. The first trial waits while there is a file
-SWEEP_DIR/hold. The variables SERVE and JOIN make it a chief or a runner of several hosts.
+Usage: tuned.py SWEEP_DIR STRATEGY WORKERS TRIALS.
 """
 
 import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import keras
@@ -16,9 +14,7 @@ import keras_tuner
 import numpy as np
 
 import tfdist.tuning
-from tests.forked_python import SharedTemplate
 from tfdist.cluster import read_environment
-from tfdist.tuning import sweep
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = (X.sum(axis=1) > 0).astype("int64")
@@ -43,7 +39,7 @@ class Hyper(keras_tuner.HyperModel):
 
 
 class Mishaps(keras.callbacks.Callback):
-    """In the third epoch trial 0 is held, and says so; the last task of trial 1 is killed, once."""
+    """In the third epoch the last task of trial 1 is killed, once."""
 
     def __init__(self, path):
         super().__init__()
@@ -51,10 +47,6 @@ class Mishaps(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         trial = json.loads(os.environ["TFDIST_TRIAL"])["trial"]
-        if epoch == 2 and trial == "0" and (self.path / "hold").exists():
-            (self.path / "held").touch()
-            while (self.path / "hold").exists():
-                time.sleep(0.05)
         config = read_environment(os.environ)
         is_last = config.task.index == len(config.cluster.worker) - 1
         if epoch == 2 and trial == "1" and is_last and not (self.path / "killed").exists():
@@ -65,8 +57,6 @@ class Mishaps(keras.callbacks.Callback):
 if __name__ == "__main__":
     sweep_dir, strategy = Path(sys.argv[1]), sys.argv[2]
     workers, trials = map(int, sys.argv[3:])
-    if strategy == "single":  # the others begin with imports of their own
-        sweep.ForkTemplate = SharedTemplate
     tuner = keras_tuner.RandomSearch(
         Hyper(), "val_accuracy", max_trials=trials, seed=5, directory=sweep_dir, project_name="own"
     )
@@ -81,12 +71,9 @@ if __name__ == "__main__":
         workers=workers,
         parallel_trials=2,
         sweep_dir=sweep_dir / "sweep",
-        retrain_best=True,
     )
     best = tuner.oracle.get_best_trials()[0]
     model = tuner.get_best_models()[0]
     accuracy = model.evaluate(X, Y, verbose=0, return_dict=True)["accuracy"]
     print(f"best {best.trial_id}: score {best.score:.6f}, evaluated {accuracy:.6f}")
-    saved = keras.saving.load_model(sweep_dir / "sweep" / "best" / "model.keras")
-    print(f"saved model of {saved.layers[-2].units} units")
     print(f"learning rate {tuner.get_best_hyperparameters()[0].get('lr')}")
