@@ -93,6 +93,10 @@ PROGRAMS = {
     ),
     "targets by the preprocessor": (gpt, {"x": TEXTS}),
     "images": (vit, {"x": IMAGES, "y": CLASSES}),
+    "lists of the documentation": (
+        bert,
+        {"x": TEXTS.tolist(), "y": CLASSES.tolist(), "validation_data": (list(TEXTS[:7]), [0] * 7)},
+    ),
 }
 
 
@@ -129,6 +133,7 @@ def test_evaluated_and_predicted_as_by_its_own_methods(strategies):
     for one, other in (
         (tfdist.evaluate(ours, TEXTS, CLASSES), theirs.evaluate(TEXTS, CLASSES, verbose=0)),
         (tfdist.predict(ours, TEXTS), theirs.predict(TEXTS, verbose=0)),
+        (tfdist.predict(ours, TEXTS.tolist()), theirs.predict(TEXTS, verbose=0)),
     ):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 

@@ -109,6 +109,7 @@ def test_tasks_agree_in_everything(synchronous):
         assert scattered == np.eye(3)[index].tolist()
         assert in_all == [[1.0, 1.0], [0, 1, 2]]
         assert (gathered, total) == (([1, 2, 3], 6) if index == 1 else (None, None))
+    assert first["search"] == ["tuner.search", "search-in-a-job"]
 
 
 def test_callbacks_decide_alike_and_the_chief_alone_writes(synchronous):
@@ -186,8 +187,9 @@ def assert_methods_of_keras_are_the_engines(seen, *, refused=()):
 def test_methods_of_keras_run_on_the_engine_of_a_job(synchronous):
     for task in synchronous[1]:
         seen = task["methods of Keras"]
-        assert seen["by model.fit"] == seen["by tfdist.fit"]
+        assert seen["by model.fit"] == seen["by tfdist.fit"] == seen["cut and resumed"]
         assert_methods_of_keras_are_the_engines(seen, refused=["train_on_batch"])
+        assert task["predicted by the chief only"]
 
 
 def left_by(out, flags, *kills):

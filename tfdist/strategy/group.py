@@ -8,7 +8,9 @@ import functools
 import math
 import os
 import re
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -314,6 +316,8 @@ def broadcast_initial_values(job: Job) -> None:
     by_collective = extended._get_variable_creator_initial_value
 
     def creator(*, initial_value: Any, dtype: Any = None, **where: Any) -> Callable[[], Any]:
+        require_no_search(job)
+
         def given(value: Any) -> Any:
             return by_collective(initial_value=value, dtype=dtype, **where)()
 
@@ -330,6 +334,23 @@ def broadcast_initial_values(job: Job) -> None:
         return initial
 
     extended._get_variable_creator_initial_value = creator
+
+
+def require_no_search(job: Job) -> None:
+    """Reject a call inside KerasTuner's `tuner.search`: each task would choose its own trials.
+
+    KerasTuner continues with the next trial after an error that is not one of its fatal errors.
+    """
+    calls = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "search")
+    if not any(call.f_globals.get("__name__", "").startswith("keras_tuner.") for call in calls):
+        return
+    fatal = sys.modules["keras_tuner"].errors.FatalError
+    raise type("UsageError", (UsageError, fatal), {})(
+        "tuner.search",
+        f"each task of the {job.kind} job would run its own search",
+        fix="call tfdist.tuning.search(tuner, ..., strategy=...) in a single process",
+        code="search-in-a-job",
+    )
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from tfdist.kinds import load
 from tfdist.options import LAUNCHED, table
 from tfdist.renamed import without_renamed
 from tfdist.strategy import devices, rendezvous
+from tfdist.strategy.collectives import share_generators
 from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import Job, current_job, remember
 from tfdist.strategy.layer_devices import PlacedStrategy
@@ -119,6 +120,8 @@ def make_strategy(
             communication_options=communication_options,
         )
     remember(job)
+    if job.has_peers and job.shards is None:  # survivors of an elastic job do not meet here
+        share_generators()
     if config is not None and config.task.type == "evaluator":
         # The chief may be done before this task needs to know.
         rendezvous.chief_watch(config, timeout_s=options.startup_timeout_s)

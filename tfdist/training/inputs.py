@@ -100,8 +100,10 @@ def prepare(
     """
     length = _checked(length)
     _require_class_weight(class_weight)
-    source = as_source(x, y, sample_weight=sample_weight)
-    source = preprocessed(source, _preprocessing_of(model))
+    preprocess = _preprocessing_of(model)
+    if preprocess is not None:
+        x, y, sample_weight = keras.tree.traverse(_list_as_array, (x, y, sample_weight))
+    source = preprocessed(as_source(x, y, sample_weight=sample_weight), preprocess)
     source = _checked_source(source, job=job, shuffle=shuffle)
     batch, examples = _sizes_of(source, length, job=job, seed=seed)
     _require_enough(batch, job)
@@ -149,6 +151,16 @@ def _preprocessing_of(model: keras.Model | None) -> Callable[..., Any] | None:
     if model is None or not is_own(model, "fit") or getattr(model, "preprocessor", True) is None:
         return None
     return getattr(model, "preprocess_samples", None)
+
+
+def _list_as_array(part: Any) -> Any:
+    """Return the array of a list, which KerasHub's models also accept, or `None` for other data."""
+    if not isinstance(part, list):
+        return None
+    try:
+        return np.asarray(part)
+    except ValueError:  # rows of several lengths: `as_source` rejects the list
+        return part
 
 
 def _order_of(examples: int | None, length: Length, *, batch: int, shuffle: bool) -> Order:

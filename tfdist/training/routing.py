@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,8 +19,9 @@ import tensorflow as tf
 
 from tfdist.checkpoint.backup import BackupAndRestore, ModelCheckpoint
 from tfdist.checkpoint.publish import PublishModel
-from tfdist.errors import UsageError, require
+from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job
+from tfdist.strategy.group import require_no_search
 from tfdist.training.evaluation import evaluate, predict
 from tfdist.training.fitting import fit
 from tfdist.training.keras_compat.trace import warn_once
@@ -65,6 +67,11 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     if by_keras:
         return original(model, *args, **kwargs)
     arguments = _arguments(original, model, args, kwargs)
+    by_mlflow = _caller().f_globals.get("__name__", "").startswith("mlflow.")
+    if name == "predict" and by_mlflow and job is not None and job.kind.has_several_tasks:
+        # MLflow predicts a few examples in the chief only, for the signature of a logged model.
+        outputs = model(arguments["x"], training=False)
+        return keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
     if not explicit and job is not None and job.kind.is_one_process:
         reason = _reason_for_keras(model, arguments)
         if reason is not None:
@@ -73,7 +80,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     if name == "train_on_batch":
         assert job is not None
         raise UsageError(
-            f"{_caller()}: model.{name}",
+            f"{_place()}: model.{name}",
             f"strategy {job.kind} cannot run a single step",
             fix="call model.fit, or write your own loop with tfdist.StepLoop",
             code="native-call",
@@ -83,7 +90,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         arguments |= {"batch_size": rows, "verbose": 0}
     function = _fit_by.get() if name == "fit" else None
     if function is None and job is not None and job.kind.has_several_tasks:
-        _require_no_search(arguments, job)
+        require_no_search(job)
     with fits_by(None), on_the_way(model, _ENGINE[name].__name__):
         return (function or _ENGINE[name])(model, **arguments)
 
@@ -123,31 +130,25 @@ def _reason_for_keras(model: keras.Model, arguments: Mapping[str, Any]) -> str |
     return None
 
 
-def _require_no_search(arguments: Mapping[str, Any], job: Job) -> None:
-    """Reject a `tuner.search` in a job: each task would choose its own trials."""
-    for callback in keras.tree.flatten(arguments.get("callbacks") or []):
-        require(
-            not type(callback).__module__.startswith("keras_tuner."),
-            "tuner.search",
-            f"each task of the {job.kind} job would run its own search",
-            fix="call tfdist.tuning.search(tuner, ..., strategy=...) in a single process",
-            code="search-in-a-job",
-        )
-
-
 def _tell_of_training_alone(job: Job, name: str) -> None:
     if job.config is not None and len(job.config.cluster.tasks()) > 1:
         warn_once(
-            f"{_caller()}: model.{name} trains a model made outside strategy.scope(), so each task "
+            f"{_place()}: model.{name} trains a model made outside strategy.scope(), so each task "
             "trains a separate model. Fix: make and compile the model inside "
             "`with strategy.scope():`"
         )
 
 
-def _caller() -> str:
+def _place() -> str:
     """Return the file and line in the user's program that called the method."""
-    frame = sys._getframe(1)
-    inside = ("keras", "tfdist", "keras_hub", "keras_tuner", "mlflow")
-    while frame.f_globals.get("__name__", "").partition(".")[0] in inside and frame.f_back:
-        frame = frame.f_back
+    frame = _caller("keras_tuner", "mlflow")
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _caller(*inside: str) -> types.FrameType:
+    """Return the call of the method by a package other than Keras, KerasHub and `inside`."""
+    frame = sys._getframe(1)
+    packages = ("keras", "tfdist", "keras_hub", *inside)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in packages and frame.f_back:
+        frame = frame.f_back
+    return frame

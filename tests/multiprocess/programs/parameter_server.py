@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.data import InputFunctionSource, StreamSource
+from tfdist.data import ArraySource, InputFunctionSource, StreamSource
 from tfdist.ps.engine import ParameterServerEngine
 from tfdist.ps.workers import worker_pool_of
 
@@ -134,12 +134,20 @@ def sources():
         def __getitem__(self, index):
             return zoo.X, zoo.Y
 
-    with strategy.scope():
-        model = zoo.dense()
-    try:
-        tfdist.fit(model, Batches(), verbose=0)
-    except tfdist.UsageError as error:
-        SEEN["python source"] = str(error)
+    import tensorflow_text  # the workers do not import it
+
+    def normalized(batch, **draws):
+        texts = tensorflow_text.normalize_utf8(tf.as_string(batch[0]))
+        return tf.strings.to_number(texts), batch[1]
+
+    unknown = ArraySource(zoo.X, zoo.Y, transform=normalized)
+    for name, data in (("python source", Batches()), ("unknown operation", unknown)):
+        with strategy.scope():
+            model = zoo.dense()
+        try:
+            tfdist.fit(model, data, verbose=0)
+        except tfdist.UsageError as error:
+            SEEN[name] = str(error)
 
 
 def callbacks():
@@ -342,7 +350,7 @@ def ranges_that_go_on():
 
 
 def methods_of_keras():
-    SEEN["methods of Keras"] = zoo.by_methods_of_keras(strategy)
+    SEEN["methods of Keras"] = zoo.by_methods_of_keras(strategy, OUT / "cut")
 
 
 PARTS = (

@@ -1,5 +1,6 @@
 """Models and data that the jobs and the tests that judge them have in common."""
 
+import contextlib
 import hashlib
 
 import keras
@@ -7,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
+from tests.models import AtStep, Cut
 from tfdist.ps.workers import worker_pool_of
 
 RNG = np.random.RandomState(0)
@@ -543,7 +545,7 @@ def outcomes(model, names=OF_KERAS):
     return found
 
 
-def by_methods_of_keras(strategy):
+def by_methods_of_keras(strategy, folder):
     """What comes of Keras' methods of a model of the scope, and of one outside."""
 
     class Judges(keras.callbacks.Callback):
@@ -551,13 +553,18 @@ def by_methods_of_keras(strategy):
             seen["in a callback"] = outcomes(self.model, BESIDE_A_FIT)
 
     with strategy.scope():
-        model, explicit = dense(), dense()
+        model, explicit, cut, resumed = dense(), dense(), dense(), dense()
     seen, options = {}, {"batch_size": 8, "epochs": 2, "verbose": 0}
     theirs = model.fit(X, Y, callbacks=[Judges(), tfdist.Run(seed=3)], **options)
     ours = tfdist.fit(explicit, X, Y, seed=3, **options)
-    seen["by model.fit"], seen["by tfdist.fit"] = (
+    backup = tfdist.BackupAndRestore(folder, save_freq=3)
+    callbacks = [tfdist.Run(seed=3), backup]
+    with contextlib.suppress(Cut):
+        cut.fit(X, Y, callbacks=[*callbacks, AtStep(11)], **options)
+    last = resumed.fit(X, Y, callbacks=callbacks, **options)
+    seen["by model.fit"], seen["by tfdist.fit"], seen["cut and resumed"] = (
         [fit.model.optimizer.iterations.numpy().item(), fit.history, sha(fit.model)]
-        for fit in (theirs, ours)
+        for fit in (theirs, ours, last)
     )
     seen["by tfdist"] = {
         "evaluate": np.sum(tfdist.evaluate(model, X[:8], Y[:8], verbose=0)).item(),
