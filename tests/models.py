@@ -95,6 +95,13 @@ def linear(strategy, **options):
     return sequential(strategy, functools.partial(keras.layers.Dense, 1), **options)
 
 
+def around(optimizer):
+    """An optimizer that has another one: MultiOptimizer, or an older one before Keras 3.15."""
+    if not hasattr(keras.optimizers, "MultiOptimizer"):
+        return keras.optimizers.LossScaleOptimizer(optimizer)
+    return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(optimizer))
+
+
 def trained(strategy, make, x, y=None, **options):
     """A model that tfdist has trained under a strategy, or Keras without one, and its logs."""
     keras.backend.clear_session(free_memory=False)

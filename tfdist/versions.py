@@ -38,12 +38,12 @@ class Receipt:
 RECEIPTS = (
     Receipt("3.11", "2.20.0", "3.14.1", "one process, jobs"),
     Receipt("3.11", "2.21.0", "3.15.1", "one process, jobs"),
-    Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704", "training"),
+    Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704", "core"),
     Receipt("3.12", "2.20.0", "3.15.1", "one process"),
     Receipt("3.12", "2.21.0", "3.16.0.dev2026102704", "core"),
     Receipt("3.12", "2.22.0rc0", "3.14.1", "core, jobs"),
     Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", "training"),
-    Receipt("3.13", "2.21.0", "3.14.1", "training"),
+    Receipt("3.13", "2.21.0", "3.14.1", "core"),
     Receipt("3.13", "2.22.0rc0", "3.15.1", "one process, jobs"),
 )
 """Nine cells that contain each pair of versions. `make test-versions` runs them."""

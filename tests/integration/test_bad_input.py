@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tests import forked_python
-from tests.models import OwnStep, linear, sequential
+from tests.models import OwnStep, around, linear, sequential
 from tests.multiprocess.programs.without_call import AutoEncoder
 from tests.refusals import refusal, refused
 from tfdist.errors import UsageError
@@ -341,12 +341,6 @@ def with_a_layer_made_outside(strategy):
     return sequential(strategy, lambda: layer)
 
 
-def around(outside):
-    if not hasattr(keras.optimizers, "MultiOptimizer"):  # before Keras 3.15
-        return lambda: keras.optimizers.LossScaleOptimizer(outside)
-    return lambda: keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(outside))
-
-
 def read_once():
     batches = iter([(X, Y)] * 3)  # all are gone when they have been counted
     signature = (tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1)))
@@ -367,7 +361,7 @@ REFUSED = {
     ("tfdist.fit", "another-scope"): [in_another_scope],
     ("optimizer", "another-scope"): [
         lambda s: fit(linear(s[2], optimizer=SGD()), X, Y),
-        lambda s: fit(linear(s[2], optimizer=around(SGD())), X, Y),
+        lambda s: fit(linear(s[2], optimizer=functools.partial(around, SGD())), X, Y),
         lambda s: fit(compiled_outside(s[2]), X, Y),
     ],
     ("model", "another-scope"): [

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.clock import Clock
-from tests.models import AtStep, Cut, bits, classifier
+from tests.models import AtStep, Cut, around, bits, classifier
 from tests.refusals import refusal
 from tfdist.checkpoint import CheckpointStore, model_state
 from tfdist.checkpoint import format as format_module
@@ -283,9 +283,8 @@ def described(*, strides=1, rate=0.1, smoothing=0.5, clipnorm=1.0):
     x = layers.Conv2D(3, 3, strides=strides, kernel_regularizer=regularizer)(inputs)
     x = layers.GlobalAveragePooling2D()(x)
     model = keras.Model(inputs, [layers.Dense(1)(x), layers.Dense(1)(x)])
-    inner = keras.optimizers.OptimizerMap(keras.optimizers.SGD(clipnorm=clipnorm))
     model.compile(
-        keras.optimizers.MultiOptimizer(inner),
+        around(keras.optimizers.SGD(clipnorm=clipnorm)),
         loss=["mse", keras.losses.BinaryCrossentropy(label_smoothing=smoothing)],
     )
     return json.loads(json.dumps(model_state.configuration_of(model)))

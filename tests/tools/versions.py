@@ -14,11 +14,13 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tfdist.versions import RECEIPTS
 
 ROOT = Path(__file__).parents[2]
+SIDE_BY_SIDE = ["-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 CORE = ["-m", "not slow and not alone", "tests/unit", "tests/integration"]
 OF_HUB = "tests/field/test_keras_hub.py"
 WITH_JOBS = (
@@ -37,10 +39,12 @@ _OF_HUB = ("keras-hub", "tensorflow-text")
 def main(names: list[str]) -> int:
     """Run the cells and return 1 if a test of them failed."""
     cells = [f"{r.python}-{r.tensorflow}-{r.keras}" for r in RECEIPTS]
-    results = {name: run(name) for name in names or cells}
-    for name, result in results.items():
-        print(f"{name}: {result}")
-    return int("failed" in results.values())
+    results = []
+    for name in names or cells:
+        began_s = time.monotonic()
+        results.append(run(name))
+        print(f"{name}: {results[-1]} ({time.monotonic() - began_s:.0f} s)", flush=True)
+    return int("failed" in results)
 
 
 def run(name: str) -> str:
@@ -50,13 +54,16 @@ def run(name: str) -> str:
     if interpreter is None:
         return f"not run, because this machine has no Python {version}"
     has_hub = not tensorflow.startswith("2.22") and not keras.startswith("3.14")
-    python = environment(name, interpreter, has_hub=has_hub)
+    try:
+        python = environment(name, interpreter, has_hub=has_hub)
+    except subprocess.CalledProcessError:
+        return "failed"  # uv has printed the reason, and the other cells still run
     # keras-hub requires tensorflow-text, which has no release for TensorFlow 2.22, and Keras 3.15.
     jobs = ["tests/multiprocess"] if name in WITH_JOBS else []
     field = ["tests/field", *([] if has_hub else [f"--ignore={OF_HUB}"])]
     given = shlex.split(os.environ.get("TEST_ARGS", ""))
     codes = []
-    for words in [given] if given else [[*CORE, *jobs], field]:
+    for words in [given] if given else [[*SIDE_BY_SIDE, *CORE, *jobs], [*SIDE_BY_SIDE, *field]]:
         print(f"== {name}: pytest {shlex.join(words)}", flush=True)
         codes.append(subprocess.run([python, "-m", "pytest", *words], cwd=ROOT).returncode)
     return "failed" if any(codes) else "passed"
