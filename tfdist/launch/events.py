@@ -140,7 +140,15 @@ class MemberAdmits:
     joining: Task
 
 
-MemberEvent = MemberReady | MemberAcked | MemberKnocks | MemberAdmits
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberReplaceable:
+    """Begin or end of the part of a member's program in which others can replace the chief."""
+
+    task: Task
+    is_replaceable: bool
+
+
+MemberEvent = MemberReady | MemberAcked | MemberKnocks | MemberAdmits | MemberReplaceable
 Event = (
     Started
     | Raised
@@ -151,6 +159,7 @@ Event = (
     | MemberAcked
     | MemberKnocks
     | MemberAdmits
+    | MemberReplaceable
 )
 
 

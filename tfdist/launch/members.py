@@ -24,6 +24,7 @@ from tfdist.launch.events import (
     MemberAdmits,
     MemberKnocks,
     MemberReady,
+    MemberReplaceable,
 )
 
 _MOST_BYTES = 1 << 16
@@ -70,6 +71,11 @@ class MemberLinks:
         """Drop the members of an attempt that is over."""
         for task in list(self._ends):
             self._drop(task)
+
+    def read_all(self) -> None:
+        """Read the messages that members have sent before they exited."""
+        for task in list(self._ends):
+            self._read(task)
 
     def show_view(self, epoch: int, members: tuple[Task, ...]) -> None:
         """Tell the members of a new view."""
@@ -148,6 +154,8 @@ class MemberLinks:
                 self._tell(MemberReady(task=task))
             case {"ack": int(epoch), "done": int(done), "has_state": bool(state)}:
                 self._tell(MemberAcked(task=task, epoch=epoch, done=done, has_state=state))
+            case {"is_replaceable": bool(is_replaceable)}:
+                self._tell(MemberReplaceable(task=task, is_replaceable=is_replaceable))
             case {"knock": True}:
                 self._tell(MemberKnocks(task=task))
             case {"admit": int(joining), "epoch": int(epoch)}:

@@ -367,6 +367,8 @@ class JobProcesses:
         if fd is not None and self._starter.fileno() is None:
             self.unwatch(fd)
         self._on_notes()  # written before these exits: report notes first
+        if self._links is not None:
+            self._links.read_all()
         for event in came:
             if isinstance(event, Started):
                 self._on_started(event)

@@ -133,6 +133,8 @@ class TaskState:
     """Failure for which the launcher kills only this task, or `None`."""
     was_member: bool = False
     """Whether the process has been a member of an elastic job."""
+    is_replaceable: bool = False
+    """Whether another member can take over if this process is the chief of an elastic job."""
 
     def record(self, **changes: Any) -> None:
         """Update the record of the current process."""
@@ -210,7 +212,12 @@ class JobState:
 
     @property
     def chief(self) -> Task:
-        """Return the first task. A ps job ends when this task exits."""
+        """Return the first task. A ps job ends when this task exits.
+
+        In an elastic job, the first member is the chief.
+        """
+        if self.membership is not None and self.membership.members:
+            return Task("worker", self.membership.members[0])
         return next(iter(self.tasks))
 
     @property
@@ -279,7 +286,8 @@ class JobState:
         """Return whether a task is a worker of an elastic job that goes on without it."""
         if self.membership is None or task.type != "worker":
             return False
-        return task != self.chief and self.membership.epoch > 0 and not self.is_done
+        is_replaceable = task != self.chief or self.tasks[task].is_replaceable
+        return is_replaceable and self.membership.epoch > 0 and not self.is_done
 
     def serves_nobody(self, task: Task) -> bool:
         """Return whether a task is a worker or ps, and the chief has already finished."""

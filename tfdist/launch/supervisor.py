@@ -31,6 +31,7 @@ from tfdist.launch.events import (
     MemberEvent,
     MemberKnocks,
     MemberReady,
+    MemberReplaceable,
     Raised,
     Say,
     ShowFailure,
@@ -123,6 +124,8 @@ class _Decision:
                 if first_s is not None:
                     state.first_step_s = min(first_s, state.first_step_s or math.inf)
                 state.watchdog.beat(event)
+            case MemberReplaceable(task=task):
+                state.tasks[task].is_replaceable = event.is_replaceable
             case MemberReady() | MemberAcked() | MemberKnocks() | MemberAdmits():
                 if state.membership is not None:
                     self._see_member(event, state.membership)
@@ -136,14 +139,15 @@ class _Decision:
 
     def _see_end(self, ended: Ended) -> None:
         state, task = self._state, ended.task
+        is_chief, is_member = task == state.chief, state.is_member(task)
         state.tasks[task].is_running = False
         state.tasks[task].record(status=ended.status, ended_at_s=ended.at_s)
         state.watchdog.ended(task)
         goes_on = not state.is_ending or state.stop_signal is not None
-        goes_on &= task != state.chief or not ended.status
+        goes_on &= is_member or not is_chief or not ended.status
         if state.membership and task.type == "worker" and goes_on:
             self._change(state.membership.lost(task.index))
-        if task == state.chief and (state.is_ending or not ended.status):
+        if is_chief and (state.is_ending or not ended.status):
             state.straggler_deadline_s = self._now_s + self._straggler_s
             state.is_done = True
             for waiting in filter(state.waits_to_join, state.running):
@@ -154,7 +158,7 @@ class _Decision:
             return
         if not ended.status:
             state.root_cause.forget(task)
-            if not state.has_servers or task in (state.chief, EVALUATOR):
+            if not state.has_servers or is_chief or task == EVALUATOR:
                 return
             ended = replace(ended, cause="exited before the chief (exit code 0)")
         state.root_cause.ended(ended, since_s=self._since_s, now_s=self._now_s)
@@ -363,7 +367,7 @@ class _Decision:
 
     def _start(self, task: Task) -> None:
         known = self._state.tasks[task]
-        known.is_running, known.was_member = True, False
+        known.is_running, known.was_member, known.is_replaceable = True, False, False
         self._state.watchdog.started(task, at_s=self._now_s)  # never starting is a hang
         self._do(Start(task, known.records[-1].restart))
 

@@ -99,6 +99,10 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     Use it for a callback that writes files. The callback must not run collectives: evaluate,
     predict, or read a metric.
     """
+    job = current_job()
+    if job is not None and isinstance(job.ring, Members):
+        callback.chief_only = True  # another task may become the chief
+        return callback
     return callback if is_chief() else keras.callbacks.Callback()
 
 
@@ -287,20 +291,29 @@ def _summer(strategy: tf.distribute.Strategy) -> Callable[[tf.Tensor], tf.Tensor
 
 
 def _broadcast(job: Job, payload: bytes, arrays: list[np.ndarray[Any, Any]]) -> Any:
-    """Send the JSON text, then each array with its own type."""
+    """Send the JSON text, then each array with its own type.
+
+    If an elastic job loses its chief, all tasks raise PeerLost: only the chief has the value.
+    """
+    is_chief = job.is_chief
 
     def decode(found: dict[str, Any]) -> Any:
         if "__array__" not in found:
             return found
         dtype, shape = found["__array__"]
-        mine = arrays.pop(0) if job.is_chief else np.zeros(shape, np.dtype(dtype))
+        mine = arrays.pop(0) if is_chief else np.zeros(shape, np.dtype(dtype))
         return sum_bytes(job, mine, of="an array of the chief's")
 
     size = np.array([float(len(payload))])
     length = int(sum_over_tasks(job, size, of="the size of a value of the chief")[0])
-    text = np.frombuffer(payload, np.uint8) if job.is_chief else np.zeros(length, np.uint8)
+    text = np.frombuffer(payload, np.uint8) if is_chief else np.zeros(length, np.uint8)
     message = sum_bytes(job, text, of="a value of the chief")
-    return json.loads(message.tobytes(), object_hook=decode)
+    value = json.loads(message.tobytes(), object_hook=decode) if message.any() else None
+    if isinstance(job.ring, Members):
+        is_whole = sum_over_tasks(job, np.array([float(is_chief)]), of="the chief of a value")
+        if not is_whole[0]:
+            raise PeerLost(f"{job.name}: lost the chief while it sent a value")
+    return value
 
 
 def _encoded(value: Any, arrays: list[np.ndarray[Any, Any]]) -> Any:

@@ -51,7 +51,9 @@ class Job:
 
     @property
     def is_chief(self) -> bool:
-        """True in the task that writes files."""
+        """True in the task that writes files. In an elastic job, another task may replace it."""
+        if isinstance(self.ring, Members):
+            return self.ring.is_first
         if self.config is None or not self.config.cluster.tasks():
             return True
         return self.config.task == self.config.cluster.chief_task

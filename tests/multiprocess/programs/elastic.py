@@ -1,7 +1,8 @@
 """Trains a small CNN in an elastic job. Workers kill themselves where FAULTS says so, each once.
 
-FAULTS maps a worker to the epoch, in its process, at whose begin it dies. With WAIT_EPOCH, worker 0
-waits at the begin of this epoch until a restarted worker knocks.
+FAULTS maps a worker to a hook and to the epoch, in its process, at which it dies there. "save" is a
+hook, too. With WAIT_EPOCH, the chief waits at the begin of this epoch until a restarted worker
+knocks. At its end, the job's chief prints a digest of the files that it has written.
 """
 
 import hashlib
@@ -24,14 +25,37 @@ ME = "worker-{index}".format(**json.loads(os.environ["TF_CONFIG"])["task"])
 class Faults(keras.callbacks.Callback):
     """Kills this worker, or waits for one."""
 
-    def on_epoch_begin(self, epoch, logs=None):
+    epoch = -1
+
+    def meet(self, hook):
         mark = tfdist.run_dir() / f"{ME}.died"
-        if FAULTS.get(ME) == epoch and not mark.exists():
+        if FAULTS.get(ME) == [hook, self.epoch] and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        self.meet("on_epoch_begin")
         mesh = current_job().ring
-        while epoch == WAIT_EPOCH and ME == "worker-0" and not mesh.knocking:
+        while epoch == WAIT_EPOCH and tfdist.is_chief() and not mesh.knocking:
             mesh._hear(wait=True)
+
+    def on_test_begin(self, logs=None):
+        self.meet("on_test_begin")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.meet("on_epoch_end")
+
+    def on_train_end(self, logs=None):
+        self.meet("on_train_end")
+
+
+class Backup(tfdist.BackupAndRestore):
+    """Dies before a save."""
+
+    def save(self, *args, **options):
+        faults.meet("save")
+        super().save(*args, **options)
 
 
 strategy = tfdist.make_strategy()
@@ -51,7 +75,13 @@ with strategy.scope():
     model.set_weights([rng.random(w.shape, np.float32) for w in model.get_weights()])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(0.01, global_clipnorm=1.0), loss, metrics=["accuracy"])
-backups = [tfdist.BackupAndRestore()] if "BACKUP" in os.environ else []
+faults = Faults()
+backups = [Backup()] if "BACKUP" in os.environ else []
+best, csv = tfdist.run_dir() / "best.weights.h5", tfdist.run_dir() / "log.csv"
+writers = [
+    keras.callbacks.ModelCheckpoint(best, save_best_only=True, save_weights_only=True),
+    keras.callbacks.CSVLogger(csv),
+]
 history = model.fit(
     x,
     y,
@@ -59,9 +89,15 @@ history = model.fit(
     epochs=6,
     verbose=0,
     validation_data=(x[:48], y[:48]),
-    callbacks=[tfdist.Run(seed=3), Faults(), *backups],
+    callbacks=[tfdist.Run(seed=3), faults, *writers, *backups],
 )
 state = b"".join(np.asarray(v).tobytes() for v in (*model.weights, *model.optimizer.variables))
 print(
     "DIGEST", hashlib.sha256(state + json.dumps(history.history).encode()).hexdigest(), flush=True
 )
+if tfdist.is_chief():
+    model.load_weights(best)
+    lines = map(json.loads, (tfdist.run_dir() / "metrics.jsonl").read_text().splitlines())
+    written = [{**line, "examples_per_second": 0} for line in lines]
+    files = b"".join(w.tobytes() for w in model.get_weights()) + csv.read_bytes()
+    print("FILES", hashlib.sha256(files + json.dumps(written).encode()).hexdigest(), flush=True)
