@@ -303,11 +303,12 @@ class JobState:
         return not self.tasks[task].was_member
 
     def other_workers(self, failed: Container[Task]) -> list[Task]:
-        """Return the running workers of a ps or elastic job that have not failed."""
+        """Return the ps workers, or members of an elastic job, that run and have not failed."""
+        members = self.membership.members if self.membership else ()
         return [
             task
             for task in self.running
-            if (self.works_for_chief(task) or (self.membership and task.type == "worker"))
+            if (self.works_for_chief(task) or (task.type == "worker" and task.index in members))
             and task not in failed
             and self.tasks[task].failed_alone is None
         ]

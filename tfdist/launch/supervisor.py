@@ -335,7 +335,10 @@ class _Decision:
         failed = {failure.task, *state.root_cause.tasks}
         if not all(map(state.is_expendable, failed)):
             return False
-        return self._may_start(failure) or state.has_enough_without(failure, failed=failed)
+        if state.has_enough_without(failure, failed=failed):
+            return True
+        is_needed = state.membership is not None and not state.waits_to_join(failure.task)
+        return self._may_start(failure) and not (is_needed and failure.task.type == "worker")
 
     def _go_on(self, failure: Failure) -> bool:
         """Continue the job with the failed task restarted or dropped, and return whether it can."""

@@ -199,7 +199,8 @@ def of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> 
     table[job.task_index] = values
     table = sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)
     if isinstance(job.ring, Members):
-        table[job.ring.absent] = table[job.task_index]  # lost members have no values
+        table[job.task_index] = values  # a task that joins repeats the sum of its first start
+        table[job.ring.absent] = values  # lost members have no values
     return table
 
 
