@@ -19,9 +19,10 @@ _FEW, _MANY = 4, 8
 """Default numbers of shards, for up to 4 and up to 8 workers."""
 
 
-def elastic_job(config: TaskConfig, options: JobOptions, **of_other_kinds: Any) -> Job:
-    """Return the job, with the mesh of its members."""
-    workers = len(config.cluster.training_tasks())
+def elastic_job(config: TaskConfig | None, options: JobOptions, **of_other_kinds: Any) -> Job:
+    """Return the job, with the mesh of its members. Without a cluster, it is one process."""
+    tasks = config.cluster.training_tasks() if config else ()
+    workers = len(tasks)
     shards = options.shards or (_FEW if workers <= _FEW else _MANY)
     require(
         workers <= shards,
@@ -32,9 +33,8 @@ def elastic_job(config: TaskConfig, options: JobOptions, **of_other_kinds: Any) 
     )
     strategy = ElasticStrategy(devices.one_device(), shards)
     mesh = None
-    if workers > 1:
-        names = [str(task) for task in config.cluster.training_tasks()]
-        mesh = Mesh(_control(options), config.task.index, names)
+    if config is not None and workers > 1:
+        mesh = Mesh(_control(options), config.task.index, [str(task) for task in tasks])
     strategy.extended.mesh = mesh
     return Job(strategy=strategy, kind=KINDS["elastic"], config=config, ring=mesh, shards=shards)
 
