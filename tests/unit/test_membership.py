@@ -11,7 +11,15 @@ import pytest
 
 from tfdist.cluster import Task
 from tfdist.launch.diagnosis import Watchdog
-from tfdist.launch.events import Awakening, Begin, Ended, MemberReady, MemberReplaceable, ShowView
+from tfdist.launch.events import (
+    Awakening,
+    Begin,
+    Ended,
+    MemberAcked,
+    MemberReady,
+    MemberReplaceable,
+    ShowView,
+)
 from tfdist.launch.membership import Fence, Go, Knock, Membership, View, Welcome
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import decide
@@ -260,6 +268,9 @@ def test_the_chief_is_replaced_only_while_the_others_can_take_over():
     assert state.chief == WORKERS[1]
     happen(state)
     assert not state.is_ending
+    state.step = 7
+    happen(state, *(MemberAcked(task=WORKERS[i], epoch=2, done=1, has_state=False) for i in (1, 2)))
+    assert [(v.members, v.step) for v in state.views] == [((WORKERS[1], WORKERS[2]), 7)]
     happen(state, MemberReplaceable(task=WORKERS[1], is_replaceable=False))
     happen(state, ended(1, -9))
     happen(state)

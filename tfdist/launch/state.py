@@ -142,6 +142,15 @@ class TaskState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ViewRecord:
+    """Members of an elastic job, and the last known step when they began to work together."""
+
+    members: tuple[Task, ...]
+    step: int | None
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PendingHang:
     """Detected hang, while the stuck tasks print their stacks."""
 
@@ -186,6 +195,8 @@ class JobState:
     """Failures after which only the failed task was restarted."""
     lost: list[Failure] = field(default_factory=list)
     """Failures after which the job continued without the failed task."""
+    views: list[ViewRecord] = field(default_factory=list)
+    """Views of an elastic job."""
 
     is_done: bool = False
     """Whether the chief exited with code 0 (with any code if the job is stopping)."""

@@ -51,6 +51,7 @@ from tfdist.launch.state import (
     PendingHang,
     RestartVerdict,
     TaskRecord,
+    ViewRecord,
 )
 
 if TYPE_CHECKING:
@@ -185,10 +186,12 @@ class _Decision:
                         self._state.tasks[task].was_member = True
                     self._do(ShowView(epoch=epoch, members=tuple(map(_worker, members))))
                 case Go():
+                    state, tasks = self._state, tuple(map(_worker, step.members))
+                    state.views.append(ViewRecord(members=tasks, step=state.step, at_s=self._now_s))
                     self._do(
                         GoOn(
                             epoch=step.epoch,
-                            members=tuple(map(_worker, step.members)),
+                            members=tasks,
                             done=step.done,
                             source=_worker(step.source),
                             behind=tuple(map(_worker, step.behind)),
