@@ -3,7 +3,10 @@
 The members are a model of `tfdist.elastic.mesh` without sockets. A seed gives the history.
 """
 
+import json
+import os
 import random
+import socket
 from collections import deque
 from pathlib import Path
 
@@ -15,11 +18,15 @@ from tfdist.launch.events import (
     Awakening,
     Begin,
     Ended,
+    Leave,
     MemberAcked,
     MemberReady,
     MemberReplaceable,
+    Resize,
     ShowView,
+    Start,
 )
+from tfdist.launch.members import MemberLinks
 from tfdist.launch.membership import Fence, Go, Knock, Membership, View, Welcome
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import decide
@@ -308,6 +315,68 @@ def test_a_pupil_gets_another_teacher():
     members.lost(2)
     assert members.ready(2) == [Welcome(2, 0)]
     assert members.lost(0) == [View(3, (1,)), Welcome(2, 1)]
+
+
+def test_the_last_workers_leave_a_job_that_gets_fewer_workers():
+    state = elastic_job(max_restarts=1)
+    actions = happen(state, Resize(workers=2))
+    assert Leave(WORKERS[2]) in actions
+    assert ShowView(epoch=2, members=(WORKERS[0], WORKERS[1])) in actions
+    happen(state, Resize(workers=4))  # worker-2 gets its number again after its exit
+    actions = happen(state, ended(2, 0))
+    assert [a.task for a in actions if isinstance(a, Start)] == [WORKERS[2], Task("worker", 3)]
+    assert (state.restarts, state.lost, state.is_ending) == ([], [], False)
+
+
+def test_the_chief_stays_in_a_job_of_one_worker():
+    state = elastic_job()
+    for worker in WORKERS:
+        happen(state, MemberReplaceable(task=worker, is_replaceable=True))
+    happen(state, ended(0, -9))
+    happen(state, Resize(workers=1))
+    assert [t for t in WORKERS if state.tasks[t].is_leaving] == [WORKERS[2]]
+
+
+@pytest.mark.parametrize(("workers", "is_accepted"), [(2, True), (5, False), (0, False)])
+def test_the_launcher_answers_a_request_for_workers(workers, is_accepted):
+    handlers, told = {}, []
+    links = MemberLinks(
+        f"test-{os.getpid()}-{workers}",
+        most=4,
+        task_of=lambda pid: None,
+        watch=lambda fd, handler, *args: handlers.update({fd: (handler, args)}),
+        unwatch=lambda fd: handlers.pop(fd, None),
+        tell=told.append,
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.connect(f"\0{links.name}")
+        end.send(json.dumps({"workers": workers}).encode())
+        for _ in range(2):  # the connection, then the request
+            handler, args = list(handlers.values())[-1]
+            handler(*args)
+        assert json.loads(end.recv(1000)) == {"is_accepted": is_accepted, "most": 4}
+    links.close()
+    assert told == [Resize(workers=workers)] * is_accepted
+
+
+def test_another_user_gets_no_answer(monkeypatch):
+    handlers = {}
+    links = MemberLinks(
+        f"test-{os.getpid()}",
+        most=4,
+        task_of=lambda pid: None,
+        watch=lambda fd, handler, *args: handlers.update({fd: (handler, args)}),
+        unwatch=lambda fd: handlers.pop(fd, None),
+        tell=None,
+    )
+    user = os.getuid()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.connect(f"\0{links.name}")
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+        handler, args = list(handlers.values())[-1]
+        handler(*args)
+        assert end.recv(1000) == b""
+    links.close()
 
 
 @pytest.mark.parametrize(("min_workers", "ends"), [(2, False), (3, True)])

@@ -148,19 +148,15 @@ class MemberReplaceable:
     is_replaceable: bool
 
 
-MemberEvent = MemberReady | MemberAcked | MemberKnocks | MemberAdmits | MemberReplaceable
-Event = (
-    Started
-    | Raised
-    | Beat
-    | Ended
-    | StopRequest
-    | MemberReady
-    | MemberAcked
-    | MemberKnocks
-    | MemberAdmits
-    | MemberReplaceable
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resize:
+    """Request of the user for another number of workers in an elastic job."""
+
+    workers: int
+
+
+MemberEvent = MemberReady | MemberAcked | MemberKnocks | MemberAdmits | MemberReplaceable | Resize
+Event = Started | Raised | Beat | Ended | StopRequest | MemberEvent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -256,7 +252,16 @@ class Acquaint:
     """Whether the task is ready to take the state."""
 
 
-TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure | ShowView | GoOn | Acquaint
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Tell a member of an elastic job to exit."""
+
+    task: Task
+
+
+TaskAction = (
+    Start | Signal | KillOne | AskForStacks | ShowFailure | ShowView | GoOn | Acquaint | Leave
+)
 Action = TaskAction | Say
 
 

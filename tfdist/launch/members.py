@@ -25,6 +25,7 @@ from tfdist.launch.events import (
     MemberKnocks,
     MemberReady,
     MemberReplaceable,
+    Resize,
 )
 
 _MOST_BYTES = 1 << 16
@@ -36,6 +37,7 @@ class MemberLinks:
 
     Args:
       name: Name of the socket, unique on this machine.
+      most: Number of workers that the job can have.
       task_of: Function that returns the task of a process, or `None`.
       watch: Function that calls a handler when a file descriptor is ready.
       unwatch: Function that ends this.
@@ -46,12 +48,13 @@ class MemberLinks:
         self,
         name: str,
         *,
+        most: int,
         task_of: Callable[[int], Task | None],
         watch: Callable[..., None],
         unwatch: Callable[[int], None],
         tell: Callable[[Event], None],
     ) -> None:
-        self.name = name
+        self.name, self._most = name, most
         self._task_of, self._watch, self._unwatch, self._tell = task_of, watch, unwatch, tell
         self._ends: dict[Task, socket.socket] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -101,6 +104,10 @@ class MemberLinks:
         for end in ends.values():
             end.close()
 
+    def release(self, task: Task) -> None:
+        """Tell a member to exit."""
+        self._send(task, {"leave": True})
+
     def acquaint(self, action: Acquaint) -> None:
         """Connect a task that joins with a member, or tell the member that it waits."""
         if action.is_ready:
@@ -125,13 +132,26 @@ class MemberLinks:
             raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, user, _ = _CREDENTIALS.unpack(raw)
             task = self._task_of(pid)
-            if task is None or user != os.getuid():
+            if user != os.getuid():
                 end.close()
                 return
             end.setblocking(False)
+            if task is None:
+                self._watch(end.fileno(), self._answer, end)
+                return
             self._drop(task)
             self._ends[task] = end
             self._watch(end.fileno(), self._read, task)
+
+    def _answer(self, end: socket.socket) -> None:
+        """Answer a request of `tfdist.workers`."""
+        self._unwatch(end.fileno())
+        with end, contextlib.suppress(OSError, *NO_SENSE):
+            workers = int(json.loads(end.recv(_MOST_BYTES))["workers"])
+            is_accepted = 1 <= workers <= self._most
+            if is_accepted:
+                self._tell(Resize(workers=workers))
+            end.send(json.dumps({"is_accepted": is_accepted, "most": self._most}).encode())
 
     def _read(self, task: Task) -> None:
         end = self._ends.get(task)

@@ -133,6 +133,8 @@ class TaskState:
     """Failure for which the launcher kills only this task, or `None`."""
     was_member: bool = False
     """Whether the process has been a member of an elastic job."""
+    is_leaving: bool = False
+    """Whether the launcher told the process to exit, because the job gets fewer workers."""
     is_replaceable: bool = False
     """Whether another member can take over if this process is the chief of an elastic job."""
 
@@ -195,6 +197,8 @@ class JobState:
     """Failures after which only the failed task was restarted."""
     lost: list[Failure] = field(default_factory=list)
     """Failures after which the job continued without the failed task."""
+    num_workers: int | None = None
+    """Number of workers that the user has requested for an elastic job since its start."""
     views: list[ViewRecord] = field(default_factory=list)
     """Views of an elastic job."""
 
@@ -307,11 +311,11 @@ class JobState:
         return self.has_servers and self.is_done and task != EVALUATOR
 
     def waits_to_join(self, task: Task) -> bool:
-        """Return whether a task of an elastic job runs and is no member yet."""
+        """Return whether a task of an elastic job runs and is no member yet, or no longer."""
         membership = self.membership
         if membership is None or not membership.epoch or task.type != "worker":
             return False
-        return not self.tasks[task].was_member
+        return self.tasks[task].is_leaving or not self.tasks[task].was_member
 
     def other_workers(self, failed: Container[Task]) -> list[Task]:
         """Return the ps workers, or members of an elastic job, that run and have not failed."""
