@@ -1,14 +1,17 @@
 """Trains a small CNN in an elastic job. Workers kill themselves where FAULTS says so, each once.
 
 FAULTS maps a worker to a hook and to the epoch, in its process, at which it dies there. "save" is a
-hook, too. With WAIT_EPOCH, the chief waits at the begin of this epoch until a restarted worker
-knocks. At its end, the job's chief prints a digest of the files that it has written.
+hook, too. RESIZES maps an epoch to a number of workers, which the chief asks for. With JOINED, the
+chief waits at the begin of epoch 3 until the job has this number of workers, or another one knocks.
+At its end, the chief prints a digest of the files that the job has written.
 """
 
 import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -18,7 +21,8 @@ import tfdist
 from tfdist.strategy import current_job
 
 FAULTS = json.loads(os.environ.get("FAULTS", "{}"))
-WAIT_EPOCH = int(os.environ.get("WAIT_EPOCH", "-1"))
+RESIZES = json.loads(os.environ.get("RESIZES", "{}"))
+JOINED = int(os.environ.get("JOINED", "0"))
 ME = "worker-{index}".format(**json.loads(os.environ["TF_CONFIG"])["task"])
 
 
@@ -36,8 +40,11 @@ class Faults(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
         self.meet("on_epoch_begin")
+        if str(epoch) in RESIZES and tfdist.is_chief():
+            words = ["-m", "tfdist.workers", str(tfdist.run_dir()), str(RESIZES[str(epoch)])]
+            subprocess.run([sys.executable, *words], check=True)
         mesh = current_job().ring
-        while epoch == WAIT_EPOCH and tfdist.is_chief() and not mesh.knocking:
+        while epoch == 3 and tfdist.is_chief() and not mesh.knocking and len(mesh.members) < JOINED:
             mesh._hear(wait=True)
 
     def on_test_begin(self, logs=None):
