@@ -13,7 +13,7 @@ from typing import Any
 from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, UsageError, require
 from tfdist.outputs.run_directory import read_json
-from tfdist.report.run import OF_LAUNCHER, REPORT_FILE, is_running, newest_run, runs_in
+from tfdist.report.run_records import OF_LAUNCHER, REPORT_FILE, is_running, newest_run, runs_in
 
 _MOST_BYTES = 1 << 16
 _ANSWER_S = 30.0

@@ -24,7 +24,6 @@ from tfdist.errors import Stopped
 from tfdist.strategy import broadcast
 from tfdist.strategy.group import sum_over_tasks
 from tfdist.strategy.native import engine_runs
-from tfdist.strategy.ring import Members
 from tfdist.training import resume
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
 from tfdist.training.building import compiled_parts, require_as_compiled
@@ -32,7 +31,6 @@ from tfdist.training.callbacks import (
     History,
     begin_epoch,
     callback_list,
-    chiefs_of,
     counting_steps,
     steps_to_save,
     wants_every_batch,
@@ -42,8 +40,9 @@ from tfdist.training.metrics_file import MetricsFile, metrics_file
 from tfdist.training.program import LoopState, RunObserver
 from tfdist.training.run_settings import Run
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
+from tfdist.training.succession import Succession
 from tfdist.training.task_agreement import require_same_weights
-from tfdist.training.trackers import Tracker
+from tfdist.training.trackers import prepare_trackers
 
 if TYPE_CHECKING:
     from tfdist.training.evaluation import Evaluation
@@ -86,21 +85,6 @@ class RunPlan:
     observers: Sequence[RunObserver] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Shared:
-    """State of the callbacks that only the chief runs, before a block. Every task keeps it.
-
-    Attributes:
-      epoch: epoch of the block.
-      step: first step of the block.
-      states: states of the callbacks by name.
-    """
-
-    epoch: int
-    step: int
-    states: Mapping[str, Any]
-
-
 class TrainLoop:
     """Runs the epochs of one `fit`, from the first or resumed step to the end or a stop.
 
@@ -133,8 +117,7 @@ class TrainLoop:
         if not any(isinstance(c, keras.callbacks.History) for c in given):
             self._given.append(History())
         self._list_callbacks()
-        self._shared = _Shared(epoch=0, step=0, states={})
-        self._hooks: list[tuple[str, Any]] = []
+        self._succession = Succession(self._job)
         listed = self._callbacks.callbacks
         steps = self._model.steps_per_execution if self._every_batch else 1
         self._steps_per_hook = int(broadcast(steps))
@@ -151,7 +134,9 @@ class TrainLoop:
             self._join(joined)
         self.step, start = resume.first_step_and_epoch(self._plan)
         if self._plan.backups and self._joined is None:
-            self._prepare_trackers(self._plan.backups[0].found_states)
+            states = self._plan.backups[0].found_states
+            with phases.entered("callback"):
+                prepare_trackers(self._callbacks.callbacks, self._plan.backups, states)
         if self._plan.saved is not None:
             callback_state.prepare_to_resume(self._callbacks.callbacks, epoch=start)
         model.stop_training = False
@@ -177,18 +162,6 @@ class TrainLoop:
         return metrics_file(
             callbacks, self._epochs, job=self._job, initial_epoch=plan.initial_epoch
         )
-
-    def _prepare_trackers(self, states: Mapping[str, Any]) -> None:
-        """Start the trackers' journals beside the checkpoints, and resume the trackers' runs."""
-        if not self._plan.backups:
-            return
-        backup = self._plan.backups[0]
-        listed = [c for c in self._callbacks.callbacks if isinstance(c, Tracker)]
-        with phases.entered("callback"):
-            for number, tracker in enumerate(listed):
-                tracker.keep_journal(backup.store.directory / f"tracker-{number}.json")
-                if (state := states.get(f"Tracker-{number}")) is not None:
-                    tracker.resume_run(state)
 
     def _run_epoch(self, epoch: int, *, is_first: bool) -> dict[str, Any]:
         """Run the rest of an epoch and its validation, and return the epoch's logs."""
@@ -269,11 +242,10 @@ class TrainLoop:
         engine = self._blocks.engine
         if self._joined is not None:
             decision = Decision(**self._joined.loop["decision"])
-            self._shared = _Shared(**self._joined.loop["shared"])
+            self._succession.take(self._joined.loop["shared"])
             self._joined = None
             engine.go_on()
             engine.say_replaceable(True)
-            self._hooks.clear()
             return decision
 
         def of_task() -> Decision:
@@ -288,11 +260,13 @@ class TrainLoop:
                 save=self._is_save_due or any(backup.due() for backup in self._plan.backups),
                 learning_rate=self._blocks.learning_rate,
                 joins=engine.joining,
-                shares=self._own_states() != self._shared.states,
+                shares=self._succession.has_news(self._callbacks.callbacks),
             )
 
         decision = decide(self._job, of_task, requests=self._requests)
-        self._share(decision)
+        epoch, listed = self._epochs.epoch_of(self.step), self._callbacks.callbacks
+        self._succession.share(listed, epoch=epoch, step=self.step, has_news=decision.shares)
+        self._is_save_due = False
         engine.say_replaceable(True)
         if decision.joins is not None and not decision.stop and decision.signum is None:
             engine.admit(decision.joins, lambda: self._state(decision))
@@ -427,7 +401,7 @@ class TrainLoop:
             "run": dataclasses.asdict(self._run_state({})),
             "decision": dataclasses.asdict(decision),
             "callbacks": callback_state.get_states(listed),
-            "shared": dataclasses.asdict(self._shared),
+            "shared": self._succession.shared,
         }
         arrays = own_arrays(self._model) | callback_state.best_weights(listed)
         return LoopState(loop=loop, arrays=arrays)
@@ -443,7 +417,6 @@ class TrainLoop:
         callback_state.set_best_weights(self._callbacks.callbacks, joined.arrays)
 
     def _list_callbacks(self) -> None:
-        self._is_chief = self._job.is_chief
         self._callbacks = callback_list(
             self._given,
             job=self._job,
@@ -457,56 +430,17 @@ class TrainLoop:
         self._scheduled = [c for c in listed if hasattr(c, "next_step")]
 
     def _call(self, hook: str, *args: Any) -> None:
-        """Call a hook of this task's callbacks. A successor of the chief repeats the last calls."""
-        self._hooks.append((hook, args))
+        self._succession.note(hook, args)
         with phases.entered("callback"):
             getattr(self._callbacks, hook)(*args)
 
-    def _own_states(self) -> dict[str, Any]:
-        """Return the states of the callbacks that only the chief runs, if it can be replaced."""
-        if not isinstance(self._job.ring, Members):
-            return {}
-        return callback_state.get_states(chiefs_of(self._callbacks.callbacks))
-
-    def _share(self, decision: Decision) -> None:
-        """Keep the states of the chief's callbacks before a block. A collective."""
-        states = self._shared.states
-        if decision.shares:
-            states = broadcast(self._own_states())
-        epoch = self._epochs.epoch_of(self.step)
-        self._shared = _Shared(epoch=epoch, step=self.step, states=states)
-        self._is_save_due = False
-        self._hooks.clear()
-
     def _take_over(self) -> None:
-        """Run the chief's callbacks if this task is the successor of a lost chief.
-
-        The callbacks get the states that the chief had before the last block, and repeat the hooks
-        since then. The weights have not changed after the block.
-        """
-        if self._is_chief or not self._job.is_chief:
-            return
-        _LOG.warning("the chief is lost: %s takes over at step %d", self._job.name, self.step)
-        hooks, shared = list(self._hooks), self._shared
-        self._list_callbacks()
-        own = chiefs_of(self._callbacks.callbacks)
-        with engine_runs(), phases.entered("callback"):
-            for backup in self._plan.backups:
-                backup.on_train_begin()
-            self._prepare_trackers(shared.states)
-            callback_state.prepare_to_resume(own, epoch=shared.epoch)
-            for callback in own:
-                callback.on_train_begin()
-                callback.on_epoch_begin(shared.epoch)
-            callback_state.set_states(own, shared.states)
-            for callback in own:
-                if hasattr(callback, "resumed_at"):
-                    callback.resumed_at(shared.step)
-            with counting_steps(own, shared.step, self.step):
-                for hook, args in hooks:
-                    for callback in own:
-                        getattr(callback, hook)(*args)
-        self._is_save_due = True
+        """Run the chief's callbacks if this task is the successor of a lost chief."""
+        if self._succession.is_due:
+            self._list_callbacks()
+            listed = self._callbacks.callbacks
+            self._succession.take_over(listed, self._plan.backups, step=self.step)
+            self._is_save_due = True
 
     def _finish(self, logs: Mapping[str, Any]) -> None:
         """Wait for unfinished writes, then handle a stop signal received after the last step."""
