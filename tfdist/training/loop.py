@@ -438,8 +438,7 @@ class TrainLoop:
         """Run the chief's callbacks if this task is the successor of a lost chief."""
         if self._succession.is_due:
             self._list_callbacks()
-            listed = self._callbacks.callbacks
-            self._succession.take_over(listed, self._plan.backups, step=self.step)
+            self._succession.take_over(self._callbacks, self._plan.backups, step=self.step)
             self._is_save_due = True
 
     def _finish(self, logs: Mapping[str, Any]) -> None:

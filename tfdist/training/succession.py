@@ -10,6 +10,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from keras.src.callbacks import CallbackList
+
 from tfdist import phases
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.backup import BackupAndRestore
@@ -58,28 +60,28 @@ class Succession:
         return self._job.is_chief and not self._was_chief
 
     def take_over(
-        self, callbacks: Sequence[Any], backups: Sequence[BackupAndRestore], *, step: int
+        self, callbacks: CallbackList, backups: Sequence[BackupAndRestore], *, step: int
     ) -> None:
-        """Continue the chief's callbacks at `step`."""
+        """Continue the chief's own callbacks in a new list at `step`."""
         _LOG.warning("the chief is lost: %s takes over at step %d", self._job.name, step)
         self._was_chief = True
-        own, shared = chiefs_of(callbacks), self.shared
+        listed, shared = callbacks.callbacks, self.shared
+        own = callbacks.callbacks = chiefs_of(listed)
         with engine_runs(), phases.entered("callback"):
             for backup in backups:
                 backup.on_train_begin()
             prepare_trackers(own, backups, shared["states"])
             callback_state.prepare_to_resume(own, epoch=shared["epoch"])
-            for callback in own:
-                callback.on_train_begin()
-                callback.on_epoch_begin(shared["epoch"])
+            callbacks.on_train_begin()
+            callbacks.on_epoch_begin(shared["epoch"])
             callback_state.set_states(own, shared["states"])
             for callback in own:
                 if hasattr(callback, "resumed_at"):
                     callback.resumed_at(shared["step"])
             with counting_steps(own, shared["step"], step):
                 for hook, args in self._hooks:
-                    for callback in own:
-                        getattr(callback, hook)(*args)
+                    getattr(callbacks, hook)(*args)
+        callbacks.callbacks = listed
 
     def _states(self, callbacks: Sequence[Any]) -> dict[str, Any]:
         if not isinstance(self._job.ring, Members):
