@@ -30,11 +30,11 @@ def elastic_job(config: TaskConfig | None, options: JobOptions, **of_other_kinds
         fix=f"use --shards {workers} or more",
         code="too-few-shards",
     )
-    strategy = ElasticStrategy(devices.one_device(), shards)
     mesh = None
     if config is not None and (workers > 1 or options.control):
         names = [f"worker-{index}" for index in range(shards)]
         mesh = Mesh(_control(options), config.task.index, names)
+    strategy = ElasticStrategy(devices.one_device(), shards)
     strategy.extended.mesh = mesh
     return Job(strategy=strategy, kind=KINDS["elastic"], config=config, ring=mesh, shards=shards)
 
