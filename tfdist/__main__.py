@@ -26,6 +26,7 @@ PROGRAMS = {
     "check": "find mistakes in a job's settings, files and hosts before it starts",
     "report": "write a report of runs and sweeps as one HTML file",
     "top": "show the tasks of a job while it runs",
+    "workers": "change the number of workers of a running elastic job",
     "env": "print versions, machine and environment for an issue",
 }
 

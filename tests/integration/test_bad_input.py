@@ -624,6 +624,12 @@ for count in (0, 2):
 ask(environ={"TF_CONFIG": json.dumps(config)}, devices_per_worker=2)  # keras-team/keras#18624
 ask(startup_timeout_s=-1.0)
 ask(threads=True)
+ask(strategy="single", elastic=True)
+ask(shards=4)
+config = {"cluster": workers, "task": {"type": "worker", "index": 0}}
+ask(elastic=True, environ={"TF_CONFIG": json.dumps(config)})
+config["tfdist"] = {"strategy": "elastic"}
+ask(elastic=True, environ={"TF_CONFIG": json.dumps(config)})
 ask(strategy="mirrored", devices_per_worker=2)
 ask(strategy="mirrored")
 ask(strategy="single")
@@ -637,6 +643,10 @@ for strategy in (tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy("
     ask(tfdist.predict, linear(strategy), x)
 """
 AFTER_AN_OPERATION = "import tensorflow as tf; tf.zeros([]); ask(); ask(strategy='mirrored')"
+ELASTIC = """
+ask(elastic=True, shards=3)
+said.append(tfdist.make_strategy(elastic=True).num_replicas_in_sync)
+"""
 EVALUATOR_OF_WORKERS_WITH_SEVERAL_DEVICES = """
 options = {"strategy": "multiworker", "devices_per_worker": 2}
 config = {"cluster": workers, "task": {"type": "evaluator", "index": 0}, "tfdist": options}
@@ -661,13 +671,15 @@ def said_by(program, **variables):
             [
                 *("unknown-value", "no-cluster", "no-cluster", "devices", "devices", "TFC001"),
                 *("other-strategy", "TFC019", "too-many-workers", "devices", "TFC019", "TFC019"),
+                *("no-elastic", "no-elastic", "other-strategy", "no-launcher"),
                 *("made", "made", "second-strategy", *["another-scope"] * 6),
             ],
         ),
         (AFTER_AN_OPERATION, ["tensorflow-has-run"] * 2),
         (EVALUATOR_OF_WORKERS_WITH_SEVERAL_DEVICES, ["made"]),
+        (ELASTIC, ["made", 3]),
     ],
-    ids=["all", "after an operation", "an evaluator"],
+    ids=["all", "after an operation", "an evaluator", "elastic"],
 )
 def test_what_make_strategy_makes_and_refuses(program, expected):
     assert said_by(program)[0] == expected

@@ -1,14 +1,18 @@
 """The cells of the conformance table in an elastic job of one worker with three shards."""
 
 import dataclasses
+from unittest import mock
 
+import numpy as np
 import pytest
 
 from tests.integration import test_conformance as table
 from tests.refusals import refused
 from tfdist.elastic.job import ElasticStrategy
+from tfdist.elastic.mesh import Mesh
 from tfdist.kinds import KINDS
 from tfdist.strategy import job as jobs
+from tfdist.strategy.group import of_all_tasks
 
 
 class Strategies(dict):
@@ -47,6 +51,14 @@ REFUSED = {
     ),
 }
 """Codes of the cells that an elastic job refuses (see docs/elastic.md)."""
+
+
+def test_a_task_that_joins_compares_its_own_values():
+    first_start = np.array([1.0, 2.0, 1.0, 2.0])
+    ring = mock.Mock(spec=Mesh, absent=[], lost="")
+    ring.sum.return_value = [first_start]
+    job = mock.Mock(num_tasks=2, task_index=1, has_peers=True, ring=ring)
+    assert of_all_tasks(job, [1.0, 3.0], of="data").tolist() == [[1.0, 2.0], [1.0, 3.0]]
 
 
 @pytest.mark.parametrize("cell", [c for c in table.CELLS if c not in REFUSED])

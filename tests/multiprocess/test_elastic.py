@@ -11,43 +11,79 @@ FLAGS = ("--strategy=multiworker", "--elastic", "--threads_per_task=1")
 
 
 def digests_of(run_dir, *flags, **env):
-    """Return the digests that the workers print, and the output of the job."""
+    """Return the digests that the workers print, the digest of the files, and the job's output."""
     words = (*FLAGS, *flags, str(PROGRAMS / "elastic.py"))
+    env = {name: text if isinstance(text, str) else json.dumps(text) for name, text in env.items()}
     code, output = ended(run_dir, *words, timeout_s=DEADLINE_S, **env)
     assert code == 0, output[-20000:]
-    return dict(re.findall(r"\[(worker-\d)\] DIGEST (\w+)", output)), output
+    (files,) = re.findall(r"FILES (\w+)", output)
+    return dict(re.findall(r"\[(worker-\d)\] DIGEST (\w+)", output)), files, output
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    found, _ = digests_of(tmp_path_factory.mktemp("one") / "run", "--workers=1")
-    return found["worker-0"]
+    found, files, _ = digests_of(tmp_path_factory.mktemp("one") / "run", "--workers=1")
+    return found["worker-0"], files
 
 
 @pytest.mark.timeout(4 * DEADLINE_S)
 def test_the_bits_do_not_depend_on_the_number_of_workers(tmp_path, undisturbed):
     for workers in (2, 3):
-        found, output = digests_of(tmp_path / f"{workers}", f"--workers={workers}")
-        assert found == {f"worker-{i}": undisturbed for i in range(workers)}, output
+        found, files, output = digests_of(tmp_path / f"{workers}", f"--workers={workers}")
+        assert found == {f"worker-{i}": undisturbed[0] for i in range(workers)}, output
+        assert files == undisturbed[1]
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
 def test_survivors_go_on_and_a_restarted_worker_joins_with_the_same_bits(tmp_path, undisturbed):
-    faults = json.dumps({"worker-1": 1, "worker-2": 4})
-    found, output = digests_of(
-        tmp_path / "run", "--workers=3", "--max_restarts=1", FAULTS=faults, WAIT_EPOCH="3"
+    found, files, output = digests_of(
+        tmp_path / "run",
+        *("--workers=3", "--max_restarts=1"),
+        FAULTS={"worker-1": ["on_epoch_begin", 1], "worker-2": ["on_epoch_begin", 4]},
+        JOINED="3",
     )
-    assert found == {"worker-0": undisturbed, "worker-1": undisturbed}, output
+    digest = undisturbed[0]
+    assert found == {"worker-0": digest, "worker-1": digest}, output
+    assert files == undisturbed[1]
     assert "restarting only this task" in output
     assert "finished without worker-2" in output
     assert "as attempt 2" not in output
 
 
+@pytest.mark.timeout(4 * DEADLINE_S)
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"worker-0": ["on_epoch_end", 1], "worker-1": ["on_test_begin", 3]},
+        {"worker-0": ["save", 2], "worker-1": ["on_train_end", 5]},
+    ],
+)
+def test_another_worker_takes_over_from_a_lost_chief(tmp_path, undisturbed, faults):
+    found, files, output = digests_of(tmp_path / "run", "--workers=3", FAULTS=faults, BACKUP="1")
+    assert found == {"worker-2": undisturbed[0]}, output
+    assert files == undisturbed[1], output
+    assert len(re.findall("takes over at step", output)) == 2
+    assert "as attempt 2" not in output
+
+
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_the_loss_of_worker_0_restarts_the_job_with_the_same_bits(tmp_path, undisturbed):
-    faults = json.dumps({"worker-0": 2})
-    found, output = digests_of(
+def test_workers_leave_and_join_at_the_users_request(tmp_path, undisturbed):
+    found, files, output = digests_of(
+        tmp_path / "run", "--workers=3", RESIZES={"1": 1, "2": 4}, JOINED="2"
+    )
+    assert set(found.values()) == {undisturbed[0]}, output
+    assert len(found) > 1, output
+    assert files == undisturbed[1], output
+    assert "restarting" not in output
+    assert "failed" not in output
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+def test_the_loss_of_the_chief_before_the_first_step_restarts_the_job(tmp_path, undisturbed):
+    faults = {"worker-0": ["on_epoch_begin", 0]}
+    found, files, output = digests_of(
         tmp_path / "run", "--workers=2", "--max_restarts=1", FAULTS=faults, BACKUP="1"
     )
-    assert found == {"worker-0": undisturbed, "worker-1": undisturbed}, output
+    assert found == {"worker-0": undisturbed[0], "worker-1": undisturbed[0]}, output
+    assert files == undisturbed[1], output
     assert "as attempt 2" in output

@@ -14,7 +14,7 @@ import pytest
 import tfdist.tuning.options
 from tests.unit.test_docs import _FENCE, DOCS, PAGES, ROOT, name_of
 from tfdist import __main__ as programs
-from tfdist import check, demo, env, export, serve, top
+from tfdist import check, demo, env, export, serve, top, workers
 from tfdist.cluster.settings import NAMES
 from tfdist.configs import command_line
 from tfdist.launch import options
@@ -43,7 +43,7 @@ READ: dict[str, Callable[[Sequence[str]], Any]] = {
     "tune": tfdist.tuning.options.parse,
     "submit": _submit,
 }
-for _module in (check, export, serve, report, top, env):
+for _module in (check, export, serve, report, top, workers, env):
     READ[_module.__name__.split(".")[1]] = _module._parser().parse_args
 
 

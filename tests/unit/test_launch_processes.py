@@ -114,7 +114,7 @@ def processes(world, tmp_path, monkeypatch):
         monkeypatch.setattr(f"tfdist.launch.processes.{name}", Mock(return_value=part))
     console = Console(os.open(os.devnull, os.O_WRONLY))
     screen = JobScreen(out=console, err=console)
-    job = Mock(start="exec", fork_server=None)
+    job = Mock(start="exec", fork_server=None, shards=4)
     job.specs.return_value = [SPEC, dataclasses.replace(SPEC, task=W1)]
     attempt = Attempt(number=1, run_dir=str(tmp_path), cluster=ClusterSpec(), tasks=(W0, W1))
     with JobProcesses(job, screen=screen, signals=world, clock=lambda: 5.0) as made:

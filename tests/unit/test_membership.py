@@ -3,7 +3,10 @@
 The members are a model of `tfdist.elastic.mesh` without sockets. A seed gives the history.
 """
 
+import json
+import os
 import random
+import socket
 from collections import deque
 from pathlib import Path
 
@@ -11,7 +14,19 @@ import pytest
 
 from tfdist.cluster import Task
 from tfdist.launch.diagnosis import Watchdog
-from tfdist.launch.events import Awakening, Begin, Ended, MemberReady, ShowView
+from tfdist.launch.events import (
+    Awakening,
+    Begin,
+    Ended,
+    Leave,
+    MemberAcked,
+    MemberReady,
+    MemberReplaceable,
+    Resize,
+    ShowView,
+    Start,
+)
+from tfdist.launch.members import MemberLinks
 from tfdist.launch.membership import Fence, Go, Knock, Membership, View, Welcome
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import decide
@@ -34,6 +49,7 @@ class Member:
         self.is_out = True
         self.has_state = False
         self.waits_after = None
+        self.is_taught = False
         self.knocking = set()
         self.results = []
 
@@ -53,7 +69,9 @@ class World:
     def run(self):
         for _ in range(MOST_EVENTS):
             if all(m.done >= OPERATIONS for m in self.members.values() if m.done >= 0):
-                return  # tasks that came too late to join are ended by the supervisor
+                # Tasks that came too late to join are ended by the supervisor. If all tasks with
+                # the state have died, the job starts again.
+                return
             choices = self.choices()
             assert choices, "nobody can go on"
             self.draws.choice(choices)()
@@ -72,10 +90,9 @@ class World:
                 found.append(lambda m=member: self.finish(m))
         if self.dead:
             found.append(self.bury)
-        others = [n for n in self.members if n]
         is_time = self.draws.random() < KILL_RATE
-        if self.kills and others and self.membership.epoch and is_time:
-            found.append(lambda: self.kill(self.draws.choice(others)))
+        if self.kills and self.members and self.membership.epoch and is_time:
+            found.append(lambda: self.kill(self.draws.choice(list(self.members))))
         return found
 
     # members
@@ -91,7 +108,8 @@ class World:
                 self.enter(member)
             case Knock(joining=joining):
                 member.knocking.add(joining)
-            case Welcome():
+            case Welcome() if not member.is_taught:
+                member.is_taught = True
                 member.outbox.append(("knock",))
 
     def enter(self, member):
@@ -115,7 +133,8 @@ class World:
 
     def contribute(self, member):
         joins = None
-        if member.number == 0 and member.done % DECIDES_EVERY == 0 and member.knocking:
+        is_first = member.number == member.go.members[0]
+        if is_first and member.done % DECIDES_EVERY == 0 and member.knocking:
             joins = min(member.knocking)
         self.parts[member.epoch, member.done, member.number] = joins
 
@@ -151,7 +170,9 @@ class World:
 
     def do(self, steps):
         for step in steps:
-            assert not isinstance(step, Fence), step
+            if isinstance(step, Fence):
+                assert all(member.done < 0 for member in self.members.values()), step
+                continue
             to = getattr(step, "members", None) or [getattr(step, "first", None)]
             if isinstance(step, Welcome):
                 to = [step.joining]
@@ -181,7 +202,7 @@ def test_members_end_with_the_same_results_in_every_history(first):
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         results = {tuple(m.results) for m in world.members.values() if m.done >= 0}
-        assert len(results) == 1, f"seed {seed}"
+        assert len(results) <= 1, f"seed {seed}"
 
 
 WORKERS = [Task("worker", index) for index in range(3)]
@@ -238,8 +259,131 @@ def test_a_worker_that_cannot_join_does_not_end_the_job():
 
 
 @pytest.mark.parametrize(("index", "status"), [(0, -9), (1, 2)])
-def test_the_loss_of_worker_0_and_a_mistake_of_a_member_end_the_attempt(index, status):
+def test_an_early_loss_of_the_chief_and_a_mistake_of_a_member_end_the_attempt(index, status):
     state = elastic_job()
     happen(state, ended(index, status))
     happen(state)
     assert state.is_ending
+
+
+def test_the_chief_is_replaced_only_while_the_others_can_take_over():
+    state = elastic_job(max_restarts=1)
+    for worker in WORKERS:
+        happen(state, MemberReplaceable(task=worker, is_replaceable=True))
+    actions = happen(state, ended(0, -9))
+    assert ShowView(epoch=2, members=(WORKERS[1], WORKERS[2])) in actions
+    assert state.chief == WORKERS[1]
+    happen(state)
+    assert not state.is_ending
+    state.step = 7
+    happen(state, *(MemberAcked(task=WORKERS[i], epoch=2, done=1, has_state=False) for i in (1, 2)))
+    assert [(v.members, v.step) for v in state.views] == [((WORKERS[1], WORKERS[2]), 7)]
+    happen(state, MemberReplaceable(task=WORKERS[1], is_replaceable=False))
+    happen(state, ended(1, -9))
+    happen(state)
+    assert state.is_ending
+
+
+def test_a_task_that_joins_is_the_last_in_line():
+    members = Membership(expected=2)
+    for number in (0, 1):
+        members.ready(number)
+    members.lost(0)
+    assert members.ready(0) == [Welcome(0, 1)]
+    members.acked(1, 2, 5)
+    members.knocked(0)
+    assert members.admitted(0, 2) == [View(3, (1, 0))]
+
+
+def test_a_job_whose_last_member_with_the_state_dies_ends():
+    members = Membership(expected=2)
+    for number in (0, 1):
+        members.ready(number)
+    members.lost(1)
+    members.ready(1)
+    members.knocked(1)
+    members.admitted(1, 2)
+    members.lost(0)
+    (fence,) = members.acked(1, 4, -1)
+    assert isinstance(fence, Fence)
+
+
+def test_a_pupil_gets_another_teacher():
+    members = Membership(expected=3)
+    for number in (0, 1, 2):
+        members.ready(number)
+    members.lost(2)
+    assert members.ready(2) == [Welcome(2, 0)]
+    assert members.lost(0) == [View(3, (1,)), Welcome(2, 1)]
+
+
+def test_the_last_workers_leave_a_job_that_gets_fewer_workers():
+    state = elastic_job(max_restarts=1)
+    actions = happen(state, Resize(workers=2))
+    assert Leave(WORKERS[2]) in actions
+    assert ShowView(epoch=2, members=(WORKERS[0], WORKERS[1])) in actions
+    happen(state, Resize(workers=4))  # worker-2 gets its number again after its exit
+    actions = happen(state, ended(2, 0))
+    assert [a.task for a in actions if isinstance(a, Start)] == [WORKERS[2], Task("worker", 3)]
+    assert (state.restarts, state.lost, state.is_ending) == ([], [], False)
+
+
+def test_the_chief_stays_in_a_job_of_one_worker():
+    state = elastic_job()
+    for worker in WORKERS:
+        happen(state, MemberReplaceable(task=worker, is_replaceable=True))
+    happen(state, ended(0, -9))
+    happen(state, Resize(workers=1))
+    assert [t for t in WORKERS if state.tasks[t].is_leaving] == [WORKERS[2]]
+
+
+@pytest.mark.parametrize(("workers", "is_accepted"), [(2, True), (5, False), (0, False)])
+def test_the_launcher_answers_a_request_for_workers(workers, is_accepted):
+    handlers, told = {}, []
+    links = MemberLinks(
+        f"test-{os.getpid()}-{workers}",
+        most=4,
+        task_of=lambda pid: None,
+        watch=lambda fd, handler, *args: handlers.update({fd: (handler, args)}),
+        unwatch=lambda fd: handlers.pop(fd, None),
+        tell=told.append,
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.connect(f"\0{links.name}")
+        end.send(json.dumps({"workers": workers}).encode())
+        for _ in range(2):  # the connection, then the request
+            handler, args = list(handlers.values())[-1]
+            handler(*args)
+        assert json.loads(end.recv(1000)) == {"is_accepted": is_accepted, "most": 4}
+    links.close()
+    assert told == [Resize(workers=workers)] * is_accepted
+
+
+def test_another_user_gets_no_answer(monkeypatch):
+    handlers = {}
+    links = MemberLinks(
+        f"test-{os.getpid()}",
+        most=4,
+        task_of=lambda pid: None,
+        watch=lambda fd, handler, *args: handlers.update({fd: (handler, args)}),
+        unwatch=lambda fd: handlers.pop(fd, None),
+        tell=None,
+    )
+    user = os.getuid()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.connect(f"\0{links.name}")
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+        handler, args = list(handlers.values())[-1]
+        handler(*args)
+        assert end.recv(1000) == b""
+    links.close()
+
+
+@pytest.mark.parametrize(("min_workers", "ends"), [(2, False), (3, True)])
+def test_a_job_restarts_if_too_few_workers_are_left(min_workers, ends):
+    state = elastic_job(max_restarts=2)
+    state.min_workers = min_workers
+    happen(state, ended(1, -9))
+    happen(state)
+    assert state.is_ending == ends
+    assert state.verdict.restart == ends

@@ -99,6 +99,17 @@ def test_a_run_with_a_restart_shows_its_failure_attempts_and_curves():
     assert page.tags.count("svg") == 5
 
 
+def test_an_elastic_run_shows_its_members_from_each_step(run_dir):
+    attempts = json.loads((run_dir / "report.json").read_text())["attempts"]
+    attempts[0]["views"] = [
+        {"members": ["worker-0", "worker-1"], "step": None, "at": None},
+        {"members": ["worker-1"], "step": 1225, "at": None},
+    ]
+    change(run_dir / "report.json", attempts=attempts)
+    text = page_of(run_dir).text
+    assert "from step 0worker-0, worker-1from step 1,225worker-1" in text
+
+
 def test_a_ps_run_shows_its_staleness_and_who_did_the_steps():
     page = page_of(RUNS / "ps")
     assert "Steps by worker" in page.text

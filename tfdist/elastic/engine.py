@@ -116,6 +116,11 @@ class ElasticEngine(SynchronousEngine):
         assert self._mesh is not None
         self._mesh.go_online()
 
+    def say_replaceable(self, is_replaceable: bool) -> None:
+        """Tell the launcher whether another task can replace this one as chief."""
+        if self._mesh is not None:
+            self._mesh.say_replaceable(is_replaceable)
+
     def close(self) -> None:
         """End the training loop, which no task can join from now on."""
         if self._mesh is not None:

@@ -15,14 +15,14 @@ from tfdist.elastic.mesh import Mesh
 from tfdist.errors import UsageError, require
 from tfdist.strategy import Job, devices
 
-_FEW, _MANY = 4, 8
-"""Default numbers of shards, for up to 4 and up to 8 workers."""
+_SHARDS = 4
+"""Number of shards if the launcher does not set it."""
 
 
-def elastic_job(config: TaskConfig, options: JobOptions, **of_other_kinds: Any) -> Job:
-    """Return the job, with the mesh of its members."""
-    workers = len(config.cluster.training_tasks())
-    shards = options.shards or (_FEW if workers <= _FEW else _MANY)
+def elastic_job(config: TaskConfig | None, options: JobOptions, **of_other_kinds: Any) -> Job:
+    """Return the job, with the mesh of its members. Without a cluster, it is one process."""
+    tasks = config.cluster.training_tasks() if config else ()
+    workers, shards = len(tasks), options.shards or _SHARDS
     require(
         workers <= shards,
         "--shards",
@@ -30,11 +30,11 @@ def elastic_job(config: TaskConfig, options: JobOptions, **of_other_kinds: Any) 
         fix=f"use --shards {workers} or more",
         code="too-few-shards",
     )
-    strategy = ElasticStrategy(devices.one_device(), shards)
     mesh = None
-    if workers > 1:
-        names = [str(task) for task in config.cluster.training_tasks()]
+    if config is not None and (workers > 1 or options.control):
+        names = [f"worker-{index}" for index in range(shards)]
         mesh = Mesh(_control(options), config.task.index, names)
+    strategy = ElasticStrategy(devices.one_device(), shards)
     strategy.extended.mesh = mesh
     return Job(strategy=strategy, kind=KINDS["elastic"], config=config, ring=mesh, shards=shards)
 

@@ -32,7 +32,9 @@ _MOST_BYTES, _MOST_FDS = 1 << 16, 64
 _BUFFERS_A_CALL = 64
 _NO_STATE = -1  # in place of the finished operations of a task that joins
 _LESSON_S = 10.0
-_NEED_OTHERS = ("a step", "outputs of", "sparse gradients", "the size of a value of the chief")
+_NO_TEACHER = "lost the worker that sends the earlier results"
+_NEED_OTHERS = ("a step", "outputs of", "sparse gradients", "a broadcast from")
+_Result = tuple[int, tuple[int, ...], list[Array]]  # checksum of the description, members, result
 Compute = Callable[[int], Sequence[Array]]
 """Function of a shard that returns its part of an operation. It changes nothing."""
 
@@ -69,39 +71,49 @@ class Mesh(Members):
         self._peers: dict[int, socket.socket] = {}
         self._last: list[Array] = []
         self._at_work = threading.Lock()
-        self._log: list[tuple[int, list[Array]]] | None = []
+        self._log: list[_Result] | None = []
         """Results of the operations before the training loop, for tasks that join later."""
         self._pupils: list[socket.socket] = []
-        self._replay: deque[tuple[int, list[Array]]] | None = None
+        self._replay: deque[_Result] | None = None
         """Results of the others' operations that this task repeats, `None` in a member."""
+        self._taught: tuple[int, ...] = ()
+        """Members that have run the last operation that this task has repeated."""
+        self._is_replaceable = False
         self.is_offline = False
         """True while a joining task runs operations on its own."""
-        self._lesson: list[tuple[int, list[Array]]] | None = []
+        self._lesson: list[_Result] | None = []
         self._state: Callable[[], list[Array]] | None = None
         self._received: list[Array] = []
         self.knocking: list[int] = []
-        """Tasks that wait to join, in worker 0."""
+        """Tasks that wait to join, in the chief."""
         close_in_children(self)
         self._say(ready=True)
 
     def own_shards(self, shards: int) -> range:
         """Return the shards that this member computes. It waits for the first view."""
-        if self.is_offline or (not self.members and self._is_on_its_own()):
+        if not self._is_in_view():
             return range(1)
-        if not self.members:
-            self._run(lambda: [], of="the first view", is_logged=False)
         rank = self.members.index(self._member)
         return shards_of(rank, members=len(self.members), shards=shards)
 
+    def _is_in_view(self) -> bool:
+        """Return whether this task is a member. It waits for the first view."""
+        if self.is_offline or (not self.members and self._is_on_its_own()):
+            return False
+        if not self.members:
+            with phases.waiting_for_all():
+                self._run(lambda: [], of="the first view", is_logged=False)
+        return True
+
     @property
     def is_first(self) -> bool:
-        """True in worker 0, whose values the other workers take."""
-        return self._member == 0
+        """True in the chief, whose values the other workers take. It waits for the first view."""
+        return self._is_in_view() and self.members[0] == self._member
 
     @property
     def absent(self) -> list[int]:
         """Members that the job has lost."""
-        present = (self._member,) if self.is_offline else self.members
+        present = (self._member,) if self.is_offline else self.members or self._taught
         return [i for i in range(len(self._names)) if present and i not in present]
 
     # joining
@@ -138,6 +150,12 @@ class Mesh(Members):
         state, self._received = self._received, []
         return state
 
+    def say_replaceable(self, is_replaceable: bool) -> None:
+        """Tell the launcher whether another member can replace this one as chief."""
+        if is_replaceable != self._is_replaceable:
+            self._is_replaceable = is_replaceable
+            self._say(is_replaceable=is_replaceable)
+
     def go_online(self) -> None:
         """Take part in the operations from now on."""
         self.is_offline = False
@@ -158,8 +176,7 @@ class Mesh(Members):
         while self._pupils:
             with self._pupils.pop() as pupil, contextlib.suppress(OSError):
                 pupil.settimeout(_LESSON_S)
-                if self._lesson is not None:
-                    _send_lesson(pupil, self._lesson)
+                _send_lesson(pupil, self._lesson)
 
     @property
     def previous_name(self) -> str:
@@ -265,7 +282,7 @@ class Mesh(Members):
         self.done += 1
         self._last, self._state = result, None
         if self._log is not None and is_logged:
-            self._log.append((zlib.crc32(of.encode()), result))
+            self._log.append((zlib.crc32(of.encode()), self.members, result))
         return result
 
     def _is_on_its_own(self) -> bool:
@@ -302,7 +319,8 @@ class Mesh(Members):
             fix="start the job again. If the program's start differs, a task cannot join",
             code="other-start",
         )
-        return self._replay.popleft()[1]
+        _, self._taught, result = self._replay.popleft()
+        return result
 
     def _until_done(self, attempt: Callable[[], list[Array]], of: str) -> list[Array]:
         given: list[Array] | None = None
@@ -333,9 +351,19 @@ class Mesh(Members):
             if not data:
                 raise ConnectionError("lost the launcher")
             message, wait = json.loads(data), False
+            if "leave" in message:
+                self._leave("this worker has left the job")
+                phases.enter("done")
+                raise SystemExit(0)
             if "join" in message:
                 with socket.socket(fileno=fds[0]) as teacher:
-                    self._replay = _read_lesson(teacher)
+                    if self._replay is not None or self.is_offline:
+                        continue  # the first teacher has exited after its lesson
+                    try:
+                        self._replay = _read_lesson(teacher)
+                    except OSError:
+                        wait = True  # the launcher connects another teacher
+                        continue
                 if self._replay is None:
                     self._wait_for_the_end()
                 return
@@ -575,28 +603,36 @@ def _bytes(buffers: Sequence[Any]) -> Iterator[memoryview]:
             yield view
 
 
-def _send_lesson(pupil: socket.socket, lesson: Sequence[tuple[int, list[Array]]]) -> None:
-    specs = [[key, [[a.dtype.name, a.shape] for a in arrays]] for key, arrays in lesson]
+def _send_lesson(pupil: socket.socket, lesson: Sequence[_Result] | None) -> None:
+    if lesson is None:
+        pupil.sendall(bytes(8))
+        return
+    specs = [
+        [key, members, [[a.dtype.name, a.shape] for a in arrays]] for key, members, arrays in lesson
+    ]
     text = json.dumps(specs).encode()
     pupil.sendall(len(text).to_bytes(8, "little") + text)
-    for _, arrays in lesson:
+    for _, _, arrays in lesson:
         for array in arrays:
             pupil.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def _read_lesson(teacher: socket.socket) -> deque[tuple[int, list[Array]]] | None:
+def _read_lesson(teacher: socket.socket) -> deque[_Result] | None:
     """Return the results of the operations before the loop, or `None` if it is over."""
-    stream, lesson = teacher.makefile("rb"), deque[tuple[int, list[Array]]]()
-    head = stream.read(8)
-    if not head:
+    stream, lesson = teacher.makefile("rb"), deque[_Result]()
+    size = int.from_bytes(head := stream.read(8), "little")
+    text = stream.read(size)
+    if len(head) < 8 or len(text) < size:
+        raise ConnectionError(_NO_TEACHER)
+    if not size:
         return None
-    for key, specs in json.loads(stream.read(int.from_bytes(head, "little"))):
+    for key, members, specs in json.loads(text):
         arrays = []
         for dtype, shape in specs:
             array = np.empty(shape, np.dtype(dtype))
             view = array.reshape(-1).view(np.uint8).data
             if stream.readinto(view) != view.nbytes:
-                raise ConnectionError("lost the worker that sends the earlier results")
+                raise ConnectionError(_NO_TEACHER)
             arrays.append(array)
-        lesson.append((key, arrays))
+        lesson.append((key, tuple(members), arrays))
     return lesson

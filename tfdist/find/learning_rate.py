@@ -119,7 +119,8 @@ def _losses(
     for step, rate in enumerate(rates):
         diverged = has_diverged(losses, smoothing=smoothing, diverges_at=diverges_at)
         mine = Decision(last=step + 1, stop=diverged, learning_rate=rate)
-        decision = decide(blocks.job, mine, requests=requests, of="the next step of a range test")
+        of = "the next step of a range test"
+        decision = decide(blocks.job, lambda mine=mine: mine, requests=requests, of=of)
         if decision.signum is not None:
             name = signal.Signals(decision.signum).name
             raise Stopped(decision.signum, f"stopped by {name}; the model is restored")

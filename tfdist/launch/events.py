@@ -140,18 +140,23 @@ class MemberAdmits:
     joining: Task
 
 
-MemberEvent = MemberReady | MemberAcked | MemberKnocks | MemberAdmits
-Event = (
-    Started
-    | Raised
-    | Beat
-    | Ended
-    | StopRequest
-    | MemberReady
-    | MemberAcked
-    | MemberKnocks
-    | MemberAdmits
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberReplaceable:
+    """Begin or end of the part of a member's program in which others can replace the chief."""
+
+    task: Task
+    is_replaceable: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resize:
+    """Request of the user for another number of workers in an elastic job."""
+
+    workers: int
+
+
+MemberEvent = MemberReady | MemberAcked | MemberKnocks | MemberAdmits | MemberReplaceable | Resize
+Event = Started | Raised | Beat | Ended | StopRequest | MemberEvent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,7 +252,16 @@ class Acquaint:
     """Whether the task is ready to take the state."""
 
 
-TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure | ShowView | GoOn | Acquaint
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Tell a member of an elastic job to exit."""
+
+    task: Task
+
+
+TaskAction = (
+    Start | Signal | KillOne | AskForStacks | ShowFailure | ShowView | GoOn | Acquaint | Leave
+)
 Action = TaskAction | Say
 
 

@@ -24,6 +24,8 @@ from tfdist.launch.events import (
     MemberAdmits,
     MemberKnocks,
     MemberReady,
+    MemberReplaceable,
+    Resize,
 )
 
 _MOST_BYTES = 1 << 16
@@ -35,6 +37,7 @@ class MemberLinks:
 
     Args:
       name: Name of the socket, unique on this machine.
+      most: Number of workers that the job can have.
       task_of: Function that returns the task of a process, or `None`.
       watch: Function that calls a handler when a file descriptor is ready.
       unwatch: Function that ends this.
@@ -45,12 +48,13 @@ class MemberLinks:
         self,
         name: str,
         *,
+        most: int,
         task_of: Callable[[int], Task | None],
         watch: Callable[..., None],
         unwatch: Callable[[int], None],
         tell: Callable[[Event], None],
     ) -> None:
-        self.name = name
+        self.name, self._most = name, most
         self._task_of, self._watch, self._unwatch, self._tell = task_of, watch, unwatch, tell
         self._ends: dict[Task, socket.socket] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -70,6 +74,11 @@ class MemberLinks:
         """Drop the members of an attempt that is over."""
         for task in list(self._ends):
             self._drop(task)
+
+    def read_all(self) -> None:
+        """Read the messages that members have sent before they exited."""
+        for task in list(self._ends):
+            self._read(task)
 
     def show_view(self, epoch: int, members: tuple[Task, ...]) -> None:
         """Tell the members of a new view."""
@@ -95,6 +104,10 @@ class MemberLinks:
         for end in ends.values():
             end.close()
 
+    def release(self, task: Task) -> None:
+        """Tell a member to exit."""
+        self._send(task, {"leave": True})
+
     def acquaint(self, action: Acquaint) -> None:
         """Connect a task that joins with a member, or tell the member that it waits."""
         if action.is_ready:
@@ -119,13 +132,26 @@ class MemberLinks:
             raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, user, _ = _CREDENTIALS.unpack(raw)
             task = self._task_of(pid)
-            if task is None or user != os.getuid():
+            if user != os.getuid():
                 end.close()
                 return
             end.setblocking(False)
+            if task is None:
+                self._watch(end.fileno(), self._answer, end)
+                return
             self._drop(task)
             self._ends[task] = end
             self._watch(end.fileno(), self._read, task)
+
+    def _answer(self, end: socket.socket) -> None:
+        """Answer a request of `tfdist.workers`."""
+        self._unwatch(end.fileno())
+        with end, contextlib.suppress(OSError, *NO_SENSE):
+            workers = int(json.loads(end.recv(_MOST_BYTES))["workers"])
+            is_accepted = 1 <= workers <= self._most
+            if is_accepted:
+                self._tell(Resize(workers=workers))
+            end.send(json.dumps({"is_accepted": is_accepted, "most": self._most}).encode())
 
     def _read(self, task: Task) -> None:
         end = self._ends.get(task)
@@ -148,6 +174,8 @@ class MemberLinks:
                 self._tell(MemberReady(task=task))
             case {"ack": int(epoch), "done": int(done), "has_state": bool(state)}:
                 self._tell(MemberAcked(task=task, epoch=epoch, done=done, has_state=state))
+            case {"is_replaceable": bool(is_replaceable)}:
+                self._tell(MemberReplaceable(task=task, is_replaceable=is_replaceable))
             case {"knock": True}:
                 self._tell(MemberKnocks(task=task))
             case {"admit": int(joining), "epoch": int(epoch)}:

@@ -9,7 +9,7 @@ operation's result from a member that has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 
@@ -76,7 +76,7 @@ class Membership:
     Attributes:
       expected: Number of members before the first view.
       epoch: Number of the last view, 0 before the first.
-      members: Members of the last view.
+      members: Members of the last view. The first one has been a member for the longest time.
     """
 
     expected: int
@@ -86,18 +86,20 @@ class Membership:
     _acks: dict[int, int] = field(default_factory=dict)
     _with_state: set[int] = field(default_factory=set)
     _waiting: set[int] = field(default_factory=set)
+    _teachers: dict[int, int] = field(default_factory=dict)
 
     def ready(self, member: int) -> list[Step]:
         """A member has started."""
         self._present.add(member)
         self._waiting.discard(member)
         if self.epoch:
-            return [Welcome(member, self.members[0])]
+            return [self._welcome(member)]
         return self._view(self._present) if len(self._present) >= self.expected else []
 
     def knocked(self, member: int) -> list[Step]:
         """A task that joins is ready to take the state."""
         self._waiting.add(member)
+        self._teachers.pop(member, None)
         return [Knock(member, self.members[0])]
 
     def admitted(self, joining: int, epoch: int) -> list[Step]:
@@ -110,10 +112,15 @@ class Membership:
         """A member's process has exited."""
         self._present.discard(member)
         self._waiting.discard(member)
+        self._teachers.pop(member, None)
         if member not in self.members:
             return []
         left = [other for other in self.members if other in self._present]
-        return self._view(left) if left else []
+        if not left:
+            return []
+        view = self._view(left)
+        pupils = [pupil for pupil, teacher in self._teachers.items() if teacher == member]
+        return [*view, *map(self._welcome, pupils)]
 
     def acked(self, member: int, epoch: int, done: int, *, has_state: bool = False) -> list[Step]:
         """A member has left the old view, with this number of finished operations.
@@ -128,6 +135,8 @@ class Membership:
         if len(self._acks) < len(self.members):
             return []
         most = max(self._acks.values())
+        if most < 0:
+            return [Fence(member, "no worker has the state of the job") for member in self.members]
         joining = tuple(other for other in self.members if self._acks[other] < 0)
         late = [m for m in self.members if 0 <= self._acks[m] < most - 1]
         if late:
@@ -141,8 +150,14 @@ class Membership:
         knocks = [Knock(other, self.members[0]) for other in sorted(self._waiting)]
         return [Go(self.epoch, self.members, most, ahead[0], behind, joining), *knocks]
 
-    def _view(self, members: Iterable[int]) -> list[Step]:
+    def _welcome(self, joining: int) -> Welcome:
+        self._teachers[joining] = self.members[0]
+        return Welcome(joining, self.members[0])
+
+    def _view(self, members: Collection[int]) -> list[Step]:
         self.epoch += 1
-        self.members, self._acks = tuple(sorted(members)), {}
+        old = [member for member in self.members if member in members]
+        self.members = (*old, *sorted(set(members).difference(old)))
+        self._acks = {}
         self._with_state.clear()
         return [View(self.epoch, self.members)]

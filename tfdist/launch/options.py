@@ -31,7 +31,7 @@ from tfdist.options import (
 StartMethod = Literal["exec", "fork"]
 
 DEFAULT_MODULE = "tfdist.train"
-_MOST_MEMBERS = 32  # the launcher makes a pair of sockets for each two members
+MOST_MEMBERS = 32  # the launcher makes a pair of sockets for each two members
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +95,8 @@ def _require_elastic(options: LaunchOptions) -> None:
         _refuse("elastic", f"a {options.strategy} job is not elastic", fix)
     if options.hosts is not None or options.on not in (None, "local"):
         _refuse("elastic", "an elastic job runs on one host", "leave --hosts and --on out")
-    if options.workers > _MOST_MEMBERS:
-        _refuse("workers", f"an elastic job has at most {_MOST_MEMBERS}", "use fewer workers")
+    if options.workers > MOST_MEMBERS:
+        _refuse("workers", f"an elastic job has at most {MOST_MEMBERS}", "use fewer workers")
     if options.evaluator:
         _refuse("elastic", "an elastic job has no evaluator", "pass validation_data to fit")
 

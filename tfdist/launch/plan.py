@@ -99,6 +99,14 @@ class JobDescription:
     """Options of the command line, without the values that follow from the list of hosts."""
 
     @property
+    def shards(self) -> int | None:
+        """Return the number of shards of a batch in an elastic job, fixed for all its workers."""
+        if not self.kind.is_elastic:
+            return None
+        few, many = 4, 8
+        return self.options.shards or (few if self.options.workers <= few else many)
+
+    @property
     def local_tasks(self) -> tuple[Task, ...]:
         """Return the tasks of a job on this machine, in start order."""
         if self.kind.is_one_process:
@@ -137,6 +145,7 @@ class JobDescription:
             strategy=self.kind.name,
             min_workers=options.min_workers if self.kind.has_servers else None,
             control=attempt.control,
+            shards=self.shards,
             run_dir=attempt.run_dir,
             attempt=attempt.number,
             stages=(options.stages or options.workers) if self.kind.has_stages else None,

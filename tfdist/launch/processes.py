@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from tfdist.cluster import Task
+from tfdist.cluster import Task, tf_config
 from tfdist.cluster.ports import PortPool
 from tfdist.launch.events import (
     NO_SENSE,
@@ -29,6 +29,7 @@ from tfdist.launch.events import (
     Event,
     GoOn,
     KillOne,
+    Leave,
     Raised,
     ShowView,
     Signal,
@@ -44,6 +45,7 @@ from tfdist.launch.fork_server import ForkStarter, shared_environment
 from tfdist.launch.guardian import MARK, GuardianClient, bootstrap_command, start_process
 from tfdist.launch.machine import KillEvidence, proc_state
 from tfdist.launch.members import MemberLinks
+from tfdist.launch.options import MOST_MEMBERS
 from tfdist.launch.plan import Attempt, JobDescription, ProcessSpec
 from tfdist.launch.screen import JobScreen, TaskOutput
 from tfdist.launch.task import STACK_SIGNAL
@@ -147,6 +149,7 @@ class JobProcesses:
         if job.kind.is_elastic:
             self._links = MemberLinks(
                 f"tfdist-{mark}",
+                most=min(job.shards or 1, MOST_MEMBERS),
                 task_of=self._task_of,
                 watch=self.watch,
                 unwatch=self.unwatch,
@@ -222,7 +225,7 @@ class JobProcesses:
         match action:
             case Start(task=task):
                 try:
-                    self._start(self._specs[task], log=action.log_name)
+                    self._start(self._spec_of(task), log=action.log_name)
                 except OSError as error:
                     cause = f"cannot start: {error.strerror or error}"
                     return Ended(task=task, status=1, at_s=self._clock(), cause=cause)
@@ -232,6 +235,8 @@ class JobProcesses:
                 self._kill_one(task)
             case ShowView(epoch=epoch, members=members) if self._links:
                 self._links.show_view(epoch, members)
+            case Leave(task=task) if self._links:
+                self._links.release(task)
             case Acquaint() if self._links:
                 self._links.acquaint(action)
             case GoOn() if self._links:
@@ -242,6 +247,22 @@ class JobProcesses:
             case _:
                 pass
         return None
+
+    def _spec_of(self, task: Task) -> ProcessSpec:
+        """Return a task's process. A new worker of an elastic job starts like worker 0."""
+        if task not in self._specs:
+            first = self._specs[Task(task.type, 0)]
+            config = json.loads(first.env[tf_config.VARIABLE])
+            hosts = config["cluster"][task.type]  # no member uses its address
+            hosts += [f"127.0.0.1:{1 + number}" for number in range(len(hosts), task.index + 1)]
+            config["task"]["index"] = task.index
+            self._specs[task] = dataclasses.replace(
+                first,
+                task=task,
+                env={**first.env, tf_config.VARIABLE: json.dumps(config)},
+                title=first.title.replace(str(first.task), str(task), 1),
+            )
+        return self._specs[task]
 
     def _start(self, spec: ProcessSpec, *, log: str) -> None:
         output = self._screen.open(spec.task, self._logs / log, is_chief=spec.task == self._chief)
@@ -367,6 +388,8 @@ class JobProcesses:
         if fd is not None and self._starter.fileno() is None:
             self.unwatch(fd)
         self._on_notes()  # written before these exits: report notes first
+        if self._links is not None:
+            self._links.read_all()
         for event in came:
             if isinstance(event, Started):
                 self._on_started(event)

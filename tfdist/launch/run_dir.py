@@ -186,6 +186,10 @@ def attempt_entry(
         "lost": [
             {**failure_entry(past), "last_lines": list(last_lines(past.task))} for past in lost
         ],
+        "views": [
+            {"members": [*map(str, v.members)], "step": v.step, "at": time_of(v.at_s)}
+            for v in attempt.views
+        ],
         "first_failure": failure
         and {
             **failure_entry(failure),

@@ -133,10 +133,23 @@ class TaskState:
     """Failure for which the launcher kills only this task, or `None`."""
     was_member: bool = False
     """Whether the process has been a member of an elastic job."""
+    is_leaving: bool = False
+    """Whether the launcher told the process to exit, because the job gets fewer workers."""
+    is_replaceable: bool = False
+    """Whether another member can take over if this process is the chief of an elastic job."""
 
     def record(self, **changes: Any) -> None:
         """Update the record of the current process."""
         self.records[-1] = replace(self.records[-1], **changes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ViewRecord:
+    """Members of an elastic job, and the last known step when they began to work together."""
+
+    members: tuple[Task, ...]
+    step: int | None
+    at_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +197,10 @@ class JobState:
     """Failures after which only the failed task was restarted."""
     lost: list[Failure] = field(default_factory=list)
     """Failures after which the job continued without the failed task."""
+    num_workers: int | None = None
+    """Number of workers that the user has requested for an elastic job since its start."""
+    views: list[ViewRecord] = field(default_factory=list)
+    """Views of an elastic job."""
 
     is_done: bool = False
     """Whether the chief exited with code 0 (with any code if the job is stopping)."""
@@ -210,7 +227,12 @@ class JobState:
 
     @property
     def chief(self) -> Task:
-        """Return the first task. A ps job ends when this task exits."""
+        """Return the first task. A ps job ends when this task exits.
+
+        In an elastic job, the first member is the chief.
+        """
+        if self.membership is not None and self.membership.members:
+            return Task("worker", self.membership.members[0])
         return next(iter(self.tasks))
 
     @property
@@ -279,7 +301,8 @@ class JobState:
         """Return whether a task is a worker of an elastic job, which goes on without the task."""
         if self.membership is None or task.type != "worker":
             return False
-        return task != self.chief and self.membership.epoch > 0 and not self.is_done
+        is_replaceable = task != self.chief or self.tasks[task].is_replaceable
+        return is_replaceable and self.membership.epoch > 0 and not self.is_done
 
     def serves_nobody(self, task: Task) -> bool:
         """Return whether a task is a worker or ps, and the chief has already finished."""
@@ -288,18 +311,19 @@ class JobState:
         return self.has_servers and self.is_done and task != EVALUATOR
 
     def waits_to_join(self, task: Task) -> bool:
-        """Return whether a task of an elastic job runs and is no member yet."""
+        """Return whether a task of an elastic job runs and is no member yet, or no longer."""
         membership = self.membership
         if membership is None or not membership.epoch or task.type != "worker":
             return False
-        return not self.tasks[task].was_member
+        return self.tasks[task].is_leaving or not self.tasks[task].was_member
 
     def other_workers(self, failed: Container[Task]) -> list[Task]:
-        """Return the running workers of a ps or elastic job that have not failed."""
+        """Return the ps workers, or members of an elastic job, that run and have not failed."""
+        members = self.membership.members if self.membership else ()
         return [
             task
             for task in self.running
-            if (self.works_for_chief(task) or (self.membership and task.type == "worker"))
+            if (self.works_for_chief(task) or (task.type == "worker" and task.index in members))
             and task not in failed
             and self.tasks[task].failed_alone is None
         ]

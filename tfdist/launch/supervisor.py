@@ -6,6 +6,7 @@ process. `Supervisor` waits for events, calls `decide`, and performs the returne
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 from collections.abc import Callable, Container
@@ -26,12 +27,14 @@ from tfdist.launch.events import (
     Event,
     GoOn,
     KillOne,
+    Leave,
     MemberAcked,
     MemberAdmits,
-    MemberEvent,
     MemberKnocks,
     MemberReady,
+    MemberReplaceable,
     Raised,
+    Resize,
     Say,
     ShowFailure,
     ShowView,
@@ -50,6 +53,8 @@ from tfdist.launch.state import (
     PendingHang,
     RestartVerdict,
     TaskRecord,
+    TaskState,
+    ViewRecord,
 )
 
 if TYPE_CHECKING:
@@ -123,54 +128,70 @@ class _Decision:
                 if first_s is not None:
                     state.first_step_s = min(first_s, state.first_step_s or math.inf)
                 state.watchdog.beat(event)
-            case MemberReady() | MemberAcked() | MemberKnocks() | MemberAdmits():
-                if state.membership is not None:
-                    self._see_member(event, state.membership)
             case Raised(task=task) if state.is_running(task) and not state.is_ending:
+                if state.tasks[task].is_leaving:
+                    return
                 state.reached(event.step)
                 state.root_cause.raised(event)
             case Ended(task=task) if state.is_running(task):
                 self._see_end(event)
             case StopRequest(signum=signum):
                 self._see_stop_request(signum)
+            case _:
+                if state.membership is not None:
+                    self._see_member(event, state.membership)
 
     def _see_end(self, ended: Ended) -> None:
         state, task = self._state, ended.task
+        is_chief, is_member = task == state.chief, state.is_member(task)
         state.tasks[task].is_running = False
         state.tasks[task].record(status=ended.status, ended_at_s=ended.at_s)
         state.watchdog.ended(task)
         goes_on = not state.is_ending or state.stop_signal is not None
-        goes_on &= task != state.chief or not ended.status
+        goes_on &= is_member or not is_chief or not ended.status
         if state.membership and task.type == "worker" and goes_on:
             self._change(state.membership.lost(task.index))
-        if task == state.chief and (state.is_ending or not ended.status):
+        if is_chief and (state.is_ending or not ended.status):
             state.straggler_deadline_s = self._now_s + self._straggler_s
             state.is_done = True
             for waiting in filter(state.waits_to_join, state.running):
                 self._do(KillOne(waiting))
             for served in filter(state.serves_nobody, state.root_cause.tasks):
                 state.root_cause.forget(served)  # they saw the chief exit before
+        if state.membership and state.num_workers and state.tasks[task].is_leaving:
+            if not state.is_ending and not state.is_done:
+                self._resize(state.num_workers, state.membership)
+            return
         if state.is_ending or self._end_failed_alone(task) or state.serves_nobody(task):
             return
         if not ended.status:
             state.root_cause.forget(task)
-            if not state.has_servers or task in (state.chief, EVALUATOR):
+            if not state.has_servers or is_chief or task == EVALUATOR:
                 return
             ended = replace(ended, cause="exited before the chief (exit code 0)")
         state.root_cause.ended(ended, since_s=self._since_s, now_s=self._now_s)
 
-    def _see_member(self, event: MemberEvent, membership: Membership) -> None:
-        """Change the members of an elastic job after a message of a member."""
-        index = event.task.index
+    def _see_member(self, event: Event | Begin, membership: Membership) -> None:
+        """Change the members of an elastic job after a message of a member or of the user."""
+        state = self._state
         match event:
-            case MemberReady():
-                self._change(membership.ready(index))
-            case MemberAcked(epoch=epoch, done=done, has_state=has_state):
-                self._change(membership.acked(index, epoch, done, has_state=has_state))
-            case MemberKnocks():
-                self._change(membership.knocked(index))
+            case MemberReady(task=task):
+                self._change(membership.ready(task.index))
+            case MemberAcked(task=task, epoch=epoch, done=done, has_state=has_state):
+                self._change(membership.acked(task.index, epoch, done, has_state=has_state))
+            case MemberKnocks(task=task):
+                self._change(membership.knocked(task.index))
             case MemberAdmits(epoch=epoch, joining=joining):
                 self._change(membership.admitted(joining.index, epoch))
+            case MemberReplaceable(task=task):
+                state.tasks[task].is_replaceable = event.is_replaceable
+            case Resize(workers=workers):
+                if state.is_ending or state.is_done or not membership.epoch:
+                    self._say(f"not changing to {workers} workers: the job is starting or ending")
+                    return
+                self._say(f"changing to {workers} workers")
+                state.num_workers = workers
+                self._resize(workers, membership)
 
     def _change(self, steps: list[Step]) -> None:
         """Perform the steps of a change of the members."""
@@ -181,10 +202,12 @@ class _Decision:
                         self._state.tasks[task].was_member = True
                     self._do(ShowView(epoch=epoch, members=tuple(map(_worker, members))))
                 case Go():
+                    state, tasks = self._state, tuple(map(_worker, step.members))
+                    state.views.append(ViewRecord(members=tasks, step=state.step, at_s=self._now_s))
                     self._do(
                         GoOn(
                             epoch=step.epoch,
-                            members=tuple(map(_worker, step.members)),
+                            members=tasks,
                             done=step.done,
                             source=_worker(step.source),
                             behind=tuple(map(_worker, step.behind)),
@@ -197,6 +220,26 @@ class _Decision:
                     self._acquaint(joining, member, is_ready=True)
                 case Fence(member=member, reason=reason):
                     self._fence(_worker(member), reason)
+
+    def _resize(self, workers: int, membership: Membership) -> None:
+        """Start workers of an elastic job, or let the last ones leave."""
+        state, running = self._state, self._state.running
+        stays = sorted(task for task in running if not state.tasks[task].is_leaving)
+        others = [task for task in reversed(stays) if task != state.chief]
+        for task in others[: max(0, len(stays) - workers)]:
+            known = state.tasks[task]
+            known.is_leaving = True
+            state.watchdog.ended(task)
+            state.root_cause.forget(task)
+            self._do(Leave(task) if known.was_member else KillOne(task))
+            self._change(membership.lost(task.index))
+        if len(stays) < len(running):
+            return  # workers that leave still have their numbers
+        absent = (t for t in map(_worker, itertools.count()) if not state.is_running(t))
+        for task in itertools.islice(absent, max(0, workers - len(stays))):
+            records = state.tasks.setdefault(task, TaskState(records=[])).records
+            records.append(TaskRecord(task=task, restart=len(records)))
+            self._start(task)
 
     def _acquaint(self, joining: int, member: int, *, is_ready: bool) -> None:
         task, other = _worker(joining), _worker(member)
@@ -331,7 +374,10 @@ class _Decision:
         failed = {failure.task, *state.root_cause.tasks}
         if not all(map(state.is_expendable, failed)):
             return False
-        return self._may_start(failure) or state.has_enough_without(failure, failed=failed)
+        if state.has_enough_without(failure, failed=failed):
+            return True
+        is_needed = state.membership is not None and not state.waits_to_join(failure.task)
+        return self._may_start(failure) and not (is_needed and failure.task.type == "worker")
 
     def _go_on(self, failure: Failure) -> bool:
         """Continue the job with the failed task restarted or dropped, and return whether it can."""
@@ -364,6 +410,7 @@ class _Decision:
     def _start(self, task: Task) -> None:
         known = self._state.tasks[task]
         known.is_running, known.was_member = True, False
+        known.is_leaving = known.is_replaceable = False
         self._state.watchdog.started(task, at_s=self._now_s)  # never starting is a hang
         self._do(Start(task, known.records[-1].restart))
 

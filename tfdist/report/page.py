@@ -445,6 +445,9 @@ def _timeline(run: RunRecord, legend: str) -> str:
         rows += "".join(_row(attempt, span, place, max(ends)) for span in attempt.tasks[:MAX_ROWS])
         if (left_out := len(attempt.tasks) - MAX_ROWS) > 0:
             rows += f'<span></span><span class="soft">and {left_out} more</span>'
+        for view in attempt.views[-MAX_ROWS:]:
+            members = escape(", ".join(map(str, view["members"])))
+            rows += f'<span class="soft">from step {view["step"]:,}</span><span>{members}</span>'
     folded = ", ".join(duration(right - left) for left, right in time.gaps)
     note = f'<p class="note">From {clock(run.begin)} to {clock(max(ends))}.'
     note += f" Gaps between attempts are folded: {folded}.</p>" if folded else "</p>"

@@ -76,6 +76,8 @@ class AttemptRecord:
     failures: Sequence[Mapping[str, Any]] = ()
     """Failures in the launcher's report. ``followed`` says how the job continued."""
     history: Mapping[str, TaskHistory]
+    views: Sequence[Mapping[str, Any]] = ()
+    """Members of an elastic job, each with the step from which they worked together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,6 +322,7 @@ def _attempt(entry: Mapping[str, Any], path: Path) -> AttemptRecord:
         tasks=spans,
         failures=failures,
         history=history,
+        views=[{**view, "step": int(view["step"] or 0)} for view in entry.get("views", ())],
     )
 
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from tfdist import phases
 from tfdist.cluster import read_environment, resolved_kind
-from tfdist.errors import UsageError, require, require_int, require_one_of
+from tfdist.errors import PeerLost, UsageError, require, require_int, require_one_of
 from tfdist.strategy import group
 from tfdist.strategy.job import Job, current_job
-from tfdist.strategy.ring import CALL_S, Ring
+from tfdist.strategy.ring import CALL_S, Members, Ring
 
 _FIRST_BYTES = 1024
 _Array = np.ndarray[Any, Any]
@@ -51,16 +51,23 @@ def broadcast(value: Any = None, root: int = 0) -> Any:
     Raises:
       UsageError: the value is not JSON (for example a dict with integer keys), or the task has
         not called `make_strategy` yet.
+      PeerLost: another task exited. In an elastic job: the chief exited before it sent the value.
     """
-    job = _own_job("broadcast")
+    job = _fixed_job("broadcast") if root else _own_job("broadcast")
     _require_root("broadcast", job, root)
     arrays: list[_Array] = []
-    text, of = "", f"a broadcast from task {root}"
-    if _is_root(job, root):  # check in a single process, too
+    text, is_root = "", _is_root(job, root)
+    if is_root:  # check in a single process, too
         text = json.dumps(_encoded("broadcast", value, arrays))
     if job is None or not job.has_peers:
         return value
-    return _decoded(job, text, arrays, root=root, of=of, receive=_from_root)
+    of = f"a broadcast from task {root}"
+    value = _decoded(job, text, arrays, root=root, is_root=is_root, of=of, receive=_from_root)
+    if isinstance(job.ring, Members):
+        roots = group.sum_over_tasks(job, np.array([float(is_root)]), of="the chief of a value")
+        if not roots[0]:
+            raise PeerLost(f"{job.name}: lost the chief while it sent a value")
+    return value
 
 
 def share_generators() -> None:
@@ -94,8 +101,8 @@ def scatter(values: Any = None, root: int = 0) -> Any:
     job = _fixed_job("scatter")
     _require_root("scatter", job, root)
     arrays: list[_Array] = []
-    text, count = "", job.num_tasks if job else 1
-    if _is_root(job, root):
+    text, count, is_root = "", job.num_tasks if job else 1, _is_root(job, root)
+    if is_root:
         text = json.dumps(_encoded("scatter", values, arrays))
         for array in arrays:
             require(
@@ -106,7 +113,7 @@ def scatter(values: Any = None, root: int = 0) -> Any:
                 code="scatter-shape",
             )
     of = f"a scatter from task {root}"
-    return _decoded(job, text, arrays, root=root, of=of, receive=_row_from_root)
+    return _decoded(job, text, arrays, root=root, is_root=is_root, of=of, receive=_row_from_root)
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
@@ -348,12 +355,17 @@ def _rows(job: Job, array: _Array, root: int | None, *, of: str) -> _Array | Non
     return rows if root is None or _is_root(job, root) else None
 
 
+def _blank(job: Job, shape: Sequence[int], dtype: str | type) -> _Array:
+    """Return the array of a task that receives the root's array."""
+    return np.empty(shape, dtype) if isinstance(job.ring, Ring) else np.zeros(shape, dtype)
+
+
 def _from_root(job: Job, array: _Array, root: int, *, of: str) -> _Array:
-    """Return the root's array. Other tasks give a new array of its shape, which is filled."""
+    """Return the root's array. Other tasks give a `_blank` array."""
     if isinstance(job.ring, Ring):
         _in_ring(job, lambda ring: ring.from_root(array, root, of=of))
         return array
-    return group.sum_bytes(job, array if _is_root(job, root) else np.zeros_like(array), of=of)
+    return group.sum_bytes(job, array, of=of)
 
 
 def _row_from_root(job: Job, rows: _Array, root: int, *, of: str) -> _Array:
@@ -371,6 +383,7 @@ def _decoded(
     arrays: list[_Array],
     *,
     root: int,
+    is_root: bool,
     of: str,
     receive: Callable[..., _Array],
 ) -> Any:
@@ -382,28 +395,33 @@ def _decoded(
         if job is None:
             return arrays.pop(0)[0]
         dtype, shape = found["__array__"]
-        mine = arrays.pop(0) if _is_root(job, root) else np.empty(shape, np.dtype(dtype))
+        mine = arrays.pop(0) if is_root else _blank(job, shape, dtype)
         return receive(job, mine, root, of=of)
 
     if job is not None:
-        text = _text_from_root(job, text.encode(), root, of=of)
-    return json.loads(text, object_hook=decode)
+        message = text.encode() if is_root else None
+        text = _text_from_root(job, message, root, of=of)
+    return json.loads(text, object_hook=decode) if text else None
 
 
-def _text_from_root(job: Job, text: bytes, root: int, *, of: str) -> str:
-    """Send a text with its size in the first message, so that a short text needs no other."""
-    message = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
-    first = np.zeros(_FIRST_BYTES, np.uint8)
-    first[: message.size] = message[:_FIRST_BYTES]
-    first = _from_root(job, first, root, of=of)
-    size = 8 + int.from_bytes(first[:8].tobytes(), "little")
-    if size <= _FIRST_BYTES:
-        return first[8:size].tobytes().decode()
-    rest = np.empty(size - _FIRST_BYTES, np.uint8)
-    if _is_root(job, root):
-        rest[:] = message[_FIRST_BYTES:]
-    rest = _from_root(job, rest, root, of=of)
-    return (first[8:].tobytes() + rest.tobytes()).decode()
+def _text_from_root(job: Job, text: bytes | None, root: int, *, of: str) -> str:
+    """Send a text with its size in the first message, so that a short text needs no other.
+
+    `text` is `None` in other tasks. The result is empty if an elastic job has lost the root.
+    """
+    message = b"" if text is None else len(text).to_bytes(8, "little") + text
+
+    def sent(first: int, size: int) -> bytes:
+        part = _blank(job, [size], np.uint8)
+        if text is not None:
+            part[:] = np.frombuffer(message[first : first + size].ljust(size, b"\0"), np.uint8)
+        return _from_root(job, part, root, of=of).tobytes()
+
+    came = sent(0, _FIRST_BYTES)
+    size = 8 + int.from_bytes(came[:8], "little")
+    if size > _FIRST_BYTES:
+        came += sent(_FIRST_BYTES, size - _FIRST_BYTES)
+    return came[8:size].decode()
 
 
 def _encoded(name: str, value: Any, arrays: list[_Array]) -> Any:

@@ -55,6 +55,10 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     Use it for a callback that writes files. The callback must not run collectives: evaluate,
     predict, or read a metric.
     """
+    job = current_job()
+    if job is not None and isinstance(job.ring, Members):
+        callback.chief_only = True  # another task may become the chief
+        return callback
     return callback if is_chief() else keras.callbacks.Callback()
 
 
@@ -151,7 +155,8 @@ def of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> 
     table[job.task_index] = values
     table = sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)
     if isinstance(job.ring, Members):
-        table[job.ring.absent] = table[job.task_index]  # lost members have no values
+        table[job.task_index] = values  # a task that joins repeats the sum of its first start
+        table[job.ring.absent] = values  # lost members have no values
     return table
 
 

@@ -51,7 +51,9 @@ class Job:
 
     @property
     def is_chief(self) -> bool:
-        """True in the task that writes files."""
+        """True in the task that writes files. In an elastic job, another task may replace it."""
+        if isinstance(self.ring, Members):
+            return self.ring.is_first
         if self.config is None or not self.config.cluster.tasks():
             return True
         return self.config.task == self.config.cluster.chief_task
@@ -89,7 +91,7 @@ class Job:
         if self.stages is not None:
             return self.stages.count * self.stages.pipelines
         if self.shards is not None:
-            return len(self.config.cluster.training_tasks()) if self.config else 1
+            return self.shards if self.has_peers else 1  # the most that the job can have
         return self.num_replicas // len(self.replica_ids)
 
     @property

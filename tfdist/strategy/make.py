@@ -45,7 +45,7 @@ _COLLECTIVE_S = 3600.0  # workers also wait for a callback of the chief that eva
 
 
 @without_renamed("make_strategy")
-def make_strategy(
+def make_strategy(  # noqa: PLR0913
     strategy: str = "auto",
     *,
     devices_per_worker: int | None = None,
@@ -53,6 +53,8 @@ def make_strategy(
     startup_timeout_s: float | None = None,
     min_workers: int | None = None,
     split_bytes: int | None = None,
+    elastic: bool = False,
+    shards: int | None = None,
     pipeline: PipelineOptions | None = None,
     placement: Mapping[str, str] | None = None,
     communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
@@ -73,6 +75,10 @@ def make_strategy(
         TF_CONFIG, else all).
       split_bytes: Size in bytes above which a ps job splits a trainable variable over the
         parameter servers (default: TF_CONFIG, else no split).
+      elastic: Let a multiworker job on CPUs continue without a lost worker (default: TF_CONFIG,
+        else False). A single process computes the same results as such a job.
+      shards: Parts of each batch in an elastic job (default: TF_CONFIG, else 4, or 8 for more
+        than 4 workers).
       pipeline: Division of the model into stages and of a batch into micro-batches, for pipeline.
       placement: Map from regular expressions over layer paths to devices, for single. Example:
         ``{"embedding": "CPU", "block[34]": "GPU:1"}``. A layer uses the first expression that
@@ -90,7 +96,7 @@ def make_strategy(
     config = read_environment(os.environ if environ is None else environ)
     with chatter.hidden():  # the first call loads the driver
         tf.config.list_physical_devices("GPU")
-    kind = _resolve(strategy, config, placement)
+    kind = _resolve(strategy, config, placement, elastic=elastic)
     made = current_job()
     if made is not None:
         return _same(made, kind, placement).strategy
@@ -105,11 +111,19 @@ def make_strategy(
         threads_per_task=threads,
         startup_timeout_s=startup_timeout_s,
         **of_some,
+        shards=shards,
+    )
+    require(
+        shards is None or kind.is_elastic,
+        "make_strategy(shards)",
+        f"strategy {kind} does not divide a batch into shards",
+        fix="use elastic=True, or leave out shards",
+        code="no-elastic",
     )
     devices.set_threads(options.threads_per_task)
     devices.grow_gpu_memory()
     _require_devices(options, kind, config)
-    if kind.has_several_tasks:
+    if kind.has_several_tasks and not (kind.is_elastic and config is None):
         _require_cluster(config, kind)
     with phases.entered("rendezvous"):
         job: Job = load(kind.make)(
@@ -135,15 +149,30 @@ def make_strategy(
     return job.strategy
 
 
-def _resolve(strategy: str, config: TaskConfig | None, placement: Mapping[str, str] | None) -> Kind:
+def _resolve(
+    strategy: str,
+    config: TaskConfig | None,
+    placement: Mapping[str, str] | None,
+    *,
+    elastic: bool,
+) -> Kind:
     require_one_of("make_strategy(strategy)", strategy, STRATEGIES)
     kind, resolved = kind_of(strategy), resolved_kind(config) if config else AUTO
+    if elastic:
+        require(
+            bool(kind.elastic_form),
+            "make_strategy(elastic)",
+            f"a job of strategy {kind} cannot continue without a lost worker",
+            fix="use strategy multiworker, or leave out elastic",
+            code="no-elastic",
+        )
+        kind = KINDS[kind.elastic_form]
     if config is not None and config.task.type == "evaluator" and kind.has_several_tasks:
         kind = resolved  # the evaluator does not join the training strategy
     require(
         kind is AUTO or resolved in (AUTO, kind),
         "make_strategy",
-        f"strategy={strategy!r} contradicts TF_CONFIG, which describes a {resolved} job",
+        f"strategy={kind.name!r} contradicts TF_CONFIG, which describes a {resolved} job",
         fix=f"call make_strategy() without a strategy, or start the job with --strategy {kind}",
         code="other-strategy",
     )

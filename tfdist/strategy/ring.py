@@ -71,6 +71,11 @@ class Members(abc.ABC):
     def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
         """Return the sum over the members of each array."""
 
+    @property
+    @abc.abstractmethod
+    def is_first(self) -> bool:
+        """True in the chief, which has been a member for the longest time."""
+
     @abc.abstractmethod
     def own_shards(self, shards: int) -> range:
         """Return the shards of a batch that this task computes."""

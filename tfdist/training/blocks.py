@@ -12,7 +12,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -86,6 +86,7 @@ class Decision:
       save: True if a time-based backup of the chief is due after the block.
       learning_rate: learning rate of the chief; NaN if it cannot be set.
       joins: worker of an elastic job that joins before the block, or `None`.
+      shares: True if the states of the chief's own callbacks have changed.
     """
 
     last: int
@@ -94,27 +95,38 @@ class Decision:
     save: bool = False
     learning_rate: float = math.nan
     joins: int | None = None
+    shares: bool = False
 
 
 def decide(
-    job: Job, mine: Decision, *, requests: StopRequests | None, of: str = "the next block of steps"
+    job: Job,
+    of_task: Callable[[], Decision],
+    *,
+    requests: StopRequests | None,
+    of: str = "the next block of steps",
 ) -> Decision:
-    """Combine the tasks' decisions into one. A collective, called `of` in messages."""
-    message = np.zeros(5 + len(SIGNALS))
+    """Combine the tasks' decisions into one. A collective, called `of` in messages.
+
+    It calls `of_task` again if an elastic job has lost its chief.
+    """
+    mine, message = of_task(), np.zeros(6 + len(SIGNALS))
     if job.is_chief:
-        message[:3] = mine.last, mine.save, mine.learning_rate
-        message[3] = 0 if mine.joins is None else mine.joins
-    message[4] = mine.stop
+        message[:4] = mine.last, mine.save, mine.learning_rate, mine.shares
+        message[4] = 0 if mine.joins is None else mine.joins + 1
+    message[5] = mine.stop
     if requests is not None:
-        message[5:] = requests.slots()
-    last, save, rate, joins, stop, *slots = sum_over_tasks(job, message, of=of)
+        message[6:] = requests.slots()
+    last, save, rate, shares, joins, stop, *slots = sum_over_tasks(job, message, of=of)
+    if not last:
+        return decide(job, of_task, requests=requests, of=of)
     return Decision(
         last=int(last),
         stop=bool(stop > 0),
         signum=signal_of(slots),
         save=bool(save > 0),
         learning_rate=float(rate),
-        joins=int(joins) or None,
+        joins=int(joins) - 1 if joins else None,
+        shares=bool(shares),
     )
 
 

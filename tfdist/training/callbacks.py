@@ -75,18 +75,12 @@ def callback_list(
     verbose: Any,
     epochs: int,
     steps: int | None,
-    history: bool = False,
 ) -> CallbackList:
-    """Return this task's callbacks, with a progress bar on the chief.
-
-    With `history`, the list includes a `History`, which becomes the model's.
-    """
+    """Return this task's callbacks, with a progress bar on the chief."""
     given = [c for c in keras.tree.flatten(callbacks) if c is not None] if callbacks else []
     for callback in given:
         _require_callback(callback)
         _require_whole_weights(callback, job)
-    if history and not any(isinstance(c, keras.callbacks.History) for c in given):
-        given.append(History())
     if job.is_chief:
         given = [trackers.wrapped(callback) for callback in given]
     else:
@@ -109,6 +103,11 @@ def writes_files(callback: Any) -> bool:
         callback, keras.callbacks.ProgbarLogger
     )
     return saves or is_writer or trackers.package_of(callback) is not None
+
+
+def chiefs_of(callbacks: Sequence[Any]) -> list[Any]:
+    """Return the callbacks that only the chief runs."""
+    return [c for c in callbacks if isinstance(c, trackers.Tracker) or _is_chiefs(c)]
 
 
 def _is_chiefs(callback: keras.callbacks.Callback) -> bool:

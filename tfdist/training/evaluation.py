@@ -100,7 +100,7 @@ def predict(
     listed = callback_list(callbacks, job=job, model=model, verbose=verbose, epochs=1, steps=total)
     model.stop_predicting = False
     listed.on_predict_begin()
-    by_batch = _goes_by_batch(listed, mode="predict", stop=model.stop_predicting)
+    by_batch = _goes_by_batch(job, listed, mode="predict", stop=model.stop_predicting)
     every = model.steps_per_execution if by_batch else 1
     batches: list[Any] = []
     computed = engine_class(job)(job).outputs(program, 0, total)
@@ -130,10 +130,10 @@ def _length(*, batch_size: int | None, steps: int | None) -> Length:
     return Length(batch_size=batch_size, steps_per_epoch=steps, once=True, most_steps=most)
 
 
-def _goes_by_batch(callbacks: Any, *, mode: str, stop: bool) -> bool:
-    """Return True in every task if the chief stops or has a callback for each batch."""
+def _goes_by_batch(job: Job, callbacks: Any, *, mode: str, stop: bool) -> bool:
+    """Return True in every task if some task stops or has a callback for each batch."""
     by_batch = any(wants_every_batch(c, mode=mode) for c in callbacks.callbacks)
-    return bool(broadcast(by_batch or stop))
+    return any_task(job, by_batch or stop, of="callbacks that need every batch")
 
 
 class Evaluation:
@@ -168,7 +168,9 @@ class Evaluation:
         with phases.entered("validate"):
             with phases.entered("callback"):
                 callbacks.on_test_begin()
-            by_batch = _goes_by_batch(callbacks, mode="test", stop=model.stop_evaluating)
+            by_batch = _goes_by_batch(
+                blocks.job, callbacks, mode="test", stop=model.stop_evaluating
+            )
             every = model.steps_per_execution if by_batch else 1
             blocks.logs = {}
             first = 0
@@ -203,7 +205,7 @@ class Evaluation:
             stop=by_batch and first > 0 and blocks.model.stop_evaluating,
         )
         of = "the next block of an evaluation"
-        decision = decide(blocks.job, mine, requests=requests, of=of)
+        decision = decide(blocks.job, lambda: mine, requests=requests, of=of)
         if decision.signum is not None:
             blocks.finish()
             raise StopRequested(decision.signum)

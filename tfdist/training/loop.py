@@ -28,6 +28,7 @@ from tfdist.training import resume
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
 from tfdist.training.building import compiled_parts, require_as_compiled
 from tfdist.training.callbacks import (
+    History,
     begin_epoch,
     callback_list,
     counting_steps,
@@ -39,8 +40,9 @@ from tfdist.training.metrics_file import MetricsFile, metrics_file
 from tfdist.training.program import LoopState, RunObserver
 from tfdist.training.run_settings import Run
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
+from tfdist.training.succession import Succession
 from tfdist.training.task_agreement import require_same_weights
-from tfdist.training.trackers import Tracker
+from tfdist.training.trackers import prepare_trackers
 
 if TYPE_CHECKING:
     from tfdist.training.evaluation import Evaluation
@@ -108,22 +110,17 @@ class TrainLoop:
         self._max_time_s = plan.run.max_time_s
         self._is_time_over = False
         self._joined: LoopState | None = None
+        self._is_save_due = False
         self._warned = not self._job.is_chief
         given = keras.tree.flatten(plan.callbacks or [])
-        self._callbacks = callback_list(
-            [*given, *self._metrics_file(given)],
-            job=self._job,
-            model=self._model,
-            verbose=plan.verbose,
-            epochs=self._epochs.num_epochs,
-            steps=len(self._epochs.steps(0)) if self._epochs.num_epochs else 0,
-            history=True,
-        )
+        self._given = [*given, *self._metrics_file(given)]
+        if not any(isinstance(c, keras.callbacks.History) for c in given):
+            self._given.append(History())
+        self._list_callbacks()
+        self._succession = Succession(self._job)
         listed = self._callbacks.callbacks
-        self._every_batch = any(wants_every_batch(c, mode="train") for c in listed)
         steps = self._model.steps_per_execution if self._every_batch else 1
         self._steps_per_hook = int(broadcast(steps))
-        self._scheduled = [c for c in listed if hasattr(c, "next_step")]
         self._with_logs = bool(broadcast(wants_logs(listed)))
 
     def run(self) -> keras.callbacks.History:
@@ -136,12 +133,15 @@ class TrainLoop:
         if (joined := self._blocks.engine.begin(self._blocks.program)) is not None:
             self._join(joined)
         self.step, start = resume.first_step_and_epoch(self._plan)
-        self._prepare_trackers()
+        if self._plan.backups and self._joined is None:
+            states = self._plan.backups[0].found_states
+            with phases.entered("callback"):
+                prepare_trackers(self._callbacks.callbacks, self._plan.backups, states)
         if self._plan.saved is not None:
             callback_state.prepare_to_resume(self._callbacks.callbacks, epoch=start)
         model.stop_training = False
-        with engine_runs(), phases.entered("callback"):
-            self._callbacks.on_train_begin()
+        with engine_runs():
+            self._call("on_train_begin")
         self._agree_to_stop()
         self._resume_between_epochs(start)
         logs: dict[str, Any] = {}
@@ -151,9 +151,8 @@ class TrainLoop:
             logs = self._run_epoch(epoch, is_first=epoch == start)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
             _finalize(model)
-        with phases.entered("callback"):
-            self._callbacks.on_train_end(logs)
-        self._finish()
+        self._call("on_train_end", logs)
+        self._finish(logs)
         return model.history
 
     def _metrics_file(self, callbacks: Sequence[Any]) -> list[MetricsFile]:
@@ -164,19 +163,6 @@ class TrainLoop:
             callbacks, self._epochs, job=self._job, initial_epoch=plan.initial_epoch
         )
 
-    def _prepare_trackers(self) -> None:
-        """Start the trackers' journals beside the checkpoints, and resume the trackers' runs."""
-        if not self._plan.backups or self._joined is not None:
-            return
-        backup = self._plan.backups[0]
-        listed = [c for c in self._callbacks.callbacks if isinstance(c, Tracker)]
-        with phases.entered("callback"):
-            for number, tracker in enumerate(listed):
-                tracker.keep_journal(backup.store.directory / f"tracker-{number}.json")
-                state = backup.found_states.get(f"Tracker-{number}")
-                if self._plan.saved is not None and state is not None:
-                    tracker.resume_run(state)
-
     def _run_epoch(self, epoch: int, *, is_first: bool) -> dict[str, Any]:
         """Run the rest of an epoch and its validation, and return the epoch's logs."""
         plan, steps = self._plan, self._epochs.steps(epoch)
@@ -184,8 +170,7 @@ class TrainLoop:
         if not within:
             self._blocks.reset_metrics()
             begin_epoch(self._callbacks.callbacks)
-        with phases.entered("callback"):
-            self._callbacks.on_epoch_begin(epoch)
+        self._call("on_epoch_begin", epoch)
         if within:
             self._restore()  # after the hook: the checkpoint's values override the hook's
         if self._job.stages is None or not is_first:  # a pipeline starts with the chief's weights
@@ -202,8 +187,7 @@ class TrainLoop:
         if plan.validation is not None and self._model._should_eval(epoch, plan.validation_freq):
             values = self._validated(plan.validation, logs)
             logs.update({f"val_{name}": value for name, value in values.items()})
-        with phases.entered("callback"):
-            self._callbacks.on_epoch_end(epoch, logs)
+        self._call("on_epoch_end", epoch, logs)
         self._agree_to_stop()
         if not self._is_time_over:  # else the state within the epoch is saved
             for backup in plan.backups:
@@ -258,20 +242,32 @@ class TrainLoop:
         engine = self._blocks.engine
         if self._joined is not None:
             decision = Decision(**self._joined.loop["decision"])
+            self._succession.take(self._joined.loop["shared"])
             self._joined = None
             engine.go_on()
+            engine.say_replaceable(True)
             return decision
-        mine = Decision(last=0, stop=self._model.stop_training)
-        if self._job.is_chief:
+
+        def of_task() -> Decision:
+            self._take_over()
+            mine = Decision(last=0, stop=self._model.stop_training)
+            if not self._job.is_chief:
+                return mine
             longest = self.step + self._blocks.length.steps()
-            mine = dataclasses.replace(
+            return dataclasses.replace(
                 mine,
                 last=min([epoch_end, longest, *self._due()]),
-                save=any(backup.due() for backup in self._plan.backups),
+                save=self._is_save_due or any(backup.due() for backup in self._plan.backups),
                 learning_rate=self._blocks.learning_rate,
                 joins=engine.joining,
+                shares=self._succession.has_news(self._callbacks.callbacks),
             )
-        decision = decide(self._job, mine, requests=self._requests)
+
+        decision = decide(self._job, of_task, requests=self._requests)
+        epoch, listed = self._epochs.epoch_of(self.step), self._callbacks.callbacks
+        self._succession.share(listed, epoch=epoch, step=self.step, has_news=decision.shares)
+        self._is_save_due = False
+        engine.say_replaceable(True)
         if decision.joins is not None and not decision.stop and decision.signum is None:
             engine.admit(decision.joins, lambda: self._state(decision))
         return dataclasses.replace(decision, last=self.step + 1) if decision.stop else decision
@@ -291,8 +287,7 @@ class TrainLoop:
         looked_at = decision.save or last >= min([epoch.stop, *self._due()])
         with counting_steps(self._callbacks.callbacks, first, last):
             if (first - epoch.start) % every == 0:
-                with phases.entered("callback"):
-                    self._callbacks.on_train_batch_begin(first - epoch.start)
+                self._call("on_train_batch_begin", first - epoch.start)
             left = blocks.run(first, last, looked_at=looked_at)
             self.step = last
             if last == epoch.stop or (last - epoch.start) % every == 0:
@@ -300,8 +295,7 @@ class TrainLoop:
                 if self._with_logs and left < last - epoch.start:  # some step is complete
                     logs = blocks.metrics(blocks.logs)
                 done = -(-(last - epoch.start) // every) * every  # Keras also counts past the end
-                with phases.entered("callback"):
-                    self._callbacks.on_train_batch_end(done - 1, logs)
+                self._call("on_train_batch_end", done - 1, logs)
             require_as_compiled(self._model, self._compiled)
 
     def _validated(self, validation: Evaluation, logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,6 +315,7 @@ class TrainLoop:
         """Stop the training in every task if a callback of some task stops it. A collective."""
         stop = any_task(self._job, self._model.stop_training, of="requests to stop")
         self._model.stop_training = stop
+        self._take_over()
         return stop
 
     def _warn_of_bad_loss(self, loss: Any, *, epoch: int) -> None:
@@ -383,7 +378,7 @@ class TrainLoop:
                 return
             run = self._run_state(resume.kept_logs(logs))
             backup.save(model, self._job, run, callbacks=self._callbacks)
-            self._saved_step = step
+            self._saved_step, self._is_save_due = step, False
 
     def _run_state(self, more: Mapping[str, Any]) -> RunState:
         return RunState(
@@ -406,6 +401,7 @@ class TrainLoop:
             "run": dataclasses.asdict(self._run_state({})),
             "decision": dataclasses.asdict(decision),
             "callbacks": callback_state.get_states(listed),
+            "shared": self._succession.shared,
         }
         arrays = own_arrays(self._model) | callback_state.best_weights(listed)
         return LoopState(loop=loop, arrays=arrays)
@@ -420,13 +416,44 @@ class TrainLoop:
         callback_state.set_states(self._callbacks.callbacks, joined.loop["callbacks"])
         callback_state.set_best_weights(self._callbacks.callbacks, joined.arrays)
 
-    def _finish(self) -> None:
+    def _list_callbacks(self) -> None:
+        self._callbacks = callback_list(
+            self._given,
+            job=self._job,
+            model=self._model,
+            verbose=self._plan.verbose,
+            epochs=self._epochs.num_epochs,
+            steps=len(self._epochs.steps(0)) if self._epochs.num_epochs else 0,
+        )
+        listed = self._callbacks.callbacks
+        self._every_batch = any(wants_every_batch(c, mode="train") for c in listed)
+        self._scheduled = [c for c in listed if hasattr(c, "next_step")]
+
+    def _call(self, hook: str, *args: Any) -> None:
+        self._succession.note(hook, args)
+        with phases.entered("callback"):
+            getattr(self._callbacks, hook)(*args)
+
+    def _take_over(self) -> None:
+        """Run the chief's callbacks if this task is the successor of a lost chief."""
+        if self._succession.is_due:
+            self._list_callbacks()
+            self._succession.take_over(self._callbacks, self._plan.backups, step=self.step)
+            self._is_save_due = True
+
+    def _finish(self, logs: Mapping[str, Any]) -> None:
         """Wait for unfinished writes, then handle a stop signal received after the last step."""
         with phases.entered("save"):
             for backup in self._plan.backups:
                 backup.finish()
+            self._blocks.engine.say_replaceable(False)
             mine = np.array(self._requests.slots())
             slots = sum_over_tasks(self._job, mine, of="signals at the end")
+        self._take_over()
+        if self._is_save_due and logs:
+            for backup in self._plan.backups:
+                self._save(backup, ended=logs)
+                backup.finish()
         signum = signal_of(slots.tolist())
         if signum is not None:
             self._log_and_stop(signum)

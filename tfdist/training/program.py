@@ -154,6 +154,9 @@ class Engine(Protocol):
     def go_on(self) -> None:
         """Take part in the operations of the loop that this task has joined."""
 
+    def say_replaceable(self, is_replaceable: bool) -> None:
+        """Tell the launcher whether another task can replace this one as chief."""
+
     @property
     def steps_under_way(self) -> int:
         """Number of steps from `run` that are still running."""

@@ -231,6 +231,15 @@ class Tracker(keras.callbacks.Callback):
         return {n: noted[n] for n in ("step", "epoch") if isinstance(noted.get(n), int)}
 
 
+def prepare_trackers(callbacks: Any, backups: Any, states: Mapping[str, Any]) -> None:
+    """Start the trackers' journals beside the checkpoints, and resume the runs of `states`."""
+    listed = [callback for callback in callbacks if isinstance(callback, Tracker)]
+    for number, tracker in enumerate(listed if backups else ()):
+        tracker.keep_journal(backups[0].store.directory / f"tracker-{number}.json")
+        if (state := states.get(f"Tracker-{number}")) is not None:
+            tracker.resume_run(state)
+
+
 def warn(what: str, error: Exception) -> None:
     """Log one warning line that a tracker is disabled."""
     gist = (str(error).splitlines() or [""])[0]

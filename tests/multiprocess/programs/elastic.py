@@ -1,13 +1,17 @@
 """Trains a small CNN in an elastic job. Workers kill themselves where FAULTS says so, each once.
 
-FAULTS maps a worker to the epoch, in its process, at whose begin it dies. With WAIT_EPOCH, worker 0
-waits at the begin of this epoch until a restarted worker knocks.
+FAULTS maps a worker to a hook and to the epoch, in its process, at which it dies there. "save" is a
+hook, too. RESIZES maps an epoch to a number of workers, which the chief asks for. With JOINED, the
+chief waits at the begin of epoch 3 until the job has this number of workers, or another one knocks.
+At its end, the chief prints a digest of the files that the job has written.
 """
 
 import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -17,21 +21,48 @@ import tfdist
 from tfdist.strategy import current_job
 
 FAULTS = json.loads(os.environ.get("FAULTS", "{}"))
-WAIT_EPOCH = int(os.environ.get("WAIT_EPOCH", "-1"))
+RESIZES = json.loads(os.environ.get("RESIZES", "{}"))
+JOINED = int(os.environ.get("JOINED", "0"))
 ME = "worker-{index}".format(**json.loads(os.environ["TF_CONFIG"])["task"])
 
 
 class Faults(keras.callbacks.Callback):
     """Kills this worker, or waits for one."""
 
-    def on_epoch_begin(self, epoch, logs=None):
+    epoch = -1
+
+    def meet(self, hook):
         mark = tfdist.run_dir() / f"{ME}.died"
-        if FAULTS.get(ME) == epoch and not mark.exists():
+        if FAULTS.get(ME) == [hook, self.epoch] and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+        self.meet("on_epoch_begin")
+        if str(epoch) in RESIZES and tfdist.is_chief():
+            words = ["-m", "tfdist.workers", str(tfdist.run_dir()), str(RESIZES[str(epoch)])]
+            subprocess.run([sys.executable, *words], check=True)
         mesh = current_job().ring
-        while epoch == WAIT_EPOCH and ME == "worker-0" and not mesh.knocking:
+        while epoch == 3 and tfdist.is_chief() and not mesh.knocking and len(mesh.members) < JOINED:
             mesh._hear(wait=True)
+
+    def on_test_begin(self, logs=None):
+        self.meet("on_test_begin")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.meet("on_epoch_end")
+
+    def on_train_end(self, logs=None):
+        self.meet("on_train_end")
+
+
+class Backup(tfdist.BackupAndRestore):
+    """Dies before a save."""
+
+    def save(self, *args, **options):
+        faults.meet("save")
+        super().save(*args, **options)
 
 
 strategy = tfdist.make_strategy()
@@ -51,7 +82,13 @@ with strategy.scope():
     model.set_weights([rng.random(w.shape, np.float32) for w in model.get_weights()])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(0.01, global_clipnorm=1.0), loss, metrics=["accuracy"])
-backups = [tfdist.BackupAndRestore()] if "BACKUP" in os.environ else []
+faults = Faults()
+backups = [Backup()] if "BACKUP" in os.environ else []
+best, csv = tfdist.run_dir() / "best.weights.h5", tfdist.run_dir() / "log.csv"
+writers = [
+    keras.callbacks.ModelCheckpoint(best, save_best_only=True, save_weights_only=True),
+    keras.callbacks.CSVLogger(csv),
+]
 history = model.fit(
     x,
     y,
@@ -59,9 +96,15 @@ history = model.fit(
     epochs=6,
     verbose=0,
     validation_data=(x[:48], y[:48]),
-    callbacks=[tfdist.Run(seed=3), Faults(), *backups],
+    callbacks=[tfdist.Run(seed=3), faults, *writers, *backups],
 )
 state = b"".join(np.asarray(v).tobytes() for v in (*model.weights, *model.optimizer.variables))
 print(
     "DIGEST", hashlib.sha256(state + json.dumps(history.history).encode()).hexdigest(), flush=True
 )
+if tfdist.is_chief():
+    model.load_weights(best)
+    lines = map(json.loads, (tfdist.run_dir() / "metrics.jsonl").read_text().splitlines())
+    written = [{**line, "examples_per_second": 0} for line in lines]
+    files = b"".join(w.tobytes() for w in model.get_weights()) + csv.read_bytes()
+    print("FILES", hashlib.sha256(files + json.dumps(written).encode()).hexdigest(), flush=True)

@@ -138,14 +138,13 @@ def search():
 def group():
     told = tfdist.broadcast({"from": sys.argv, "array": np.arange(3)})
     SEEN["broadcast"] = told["array"].tolist()
-    index = strategy.cluster_resolver.task_id
-    rows = {"rows": np.eye(3)} if index == 1 else None
+    rows = {"rows": np.eye(3)} if INDEX == 1 else None
     SEEN["collectives"] = [
         tfdist.scatter(rows, root=1)["rows"].tolist(),
-        tfdist.all_reduce(np.array([index, 1.0]), "mean").tolist(),
-        tfdist.all_gather(index).tolist(),
-        None if (each := tfdist.gather(index + 1, root=1)) is None else each.tolist(),
-        None if (total := tfdist.reduce(index + 1, root=1)) is None else total.tolist(),
+        tfdist.all_reduce(np.array([INDEX, 1.0]), "mean").tolist(),
+        tfdist.all_gather(INDEX).tolist(),
+        None if (each := tfdist.gather(INDEX + 1, root=1)) is None else each.tolist(),
+        None if (total := tfdist.reduce(INDEX + 1, root=1)) is None else total.tolist(),
     ]
     SEEN["chief"] = tfdist.is_chief()
     tfdist.barrier()
@@ -173,4 +172,4 @@ if tfdist.is_chief():  # the others exit meanwhile
     left = [path.read_text() for path in sorted(OUT.glob("leaving-*"))]
     (OUT / "left.json").write_text(json.dumps(left))
 else:
-    (OUT / f"leaving-{index}").write_text("done")  # a pipe, at whose other end the chief waits
+    (OUT / f"leaving-{INDEX}").write_text("done")  # a pipe, at whose other end the chief waits

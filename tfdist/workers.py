@@ -1,0 +1,80 @@
+"""``python -m tfdist.workers [RUN_DIR] N``: change the number of workers of an elastic job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfdist.argument_parser import Parser, run_program
+from tfdist.errors import EXIT_OK, UsageError, require
+from tfdist.outputs.run_directory import read_json
+from tfdist.report.run_records import OF_LAUNCHER, REPORT_FILE, is_running, newest_run, runs_in
+
+_MOST_BYTES = 1 << 16
+_ANSWER_S = 30.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    return run_program("tfdist.workers", lambda: _run(_parser().parse_args(argv)))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    path = Path(arguments.run_dir) if arguments.run_dir else newest_run(OF_LAUNCHER)
+    run_dir = runs_in(path, OF_LAUNCHER)[-1]
+    report = read_json(run_dir / REPORT_FILE) or {}
+    require(
+        is_running(run_dir) and isinstance(report.get("control"), str),
+        str(run_dir),
+        "no elastic job runs here",
+        fix="start a job with --elastic, and pass its run directory",
+        code="not-elastic",
+    )
+    answer = _asked(report["control"], {"workers": arguments.workers}, run_dir)
+    require(
+        answer["is_accepted"],
+        "N",
+        f"{arguments.workers} is not in the range 1 to {answer['most']} of this job",
+        fix="choose another number. A job has at most as many workers as --shards, and 32",
+        code="bad-value",
+    )
+    print(f"{run_dir}: changing to {arguments.workers} workers")
+    return EXIT_OK
+
+
+def _asked(name: str, request: dict[str, Any], run_dir: Path) -> dict[str, Any]:
+    """Return the launcher's answer. It answers only the user that runs the job."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.settimeout(_ANSWER_S)
+        try:
+            end.connect(f"\0{name}")
+            end.send(json.dumps(request).encode())
+            answer: dict[str, Any] = json.loads(end.recv(_MOST_BYTES))
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                str(run_dir),
+                f"its launcher does not answer ({error})",
+                fix="use the machine and the user account of the launcher",
+                code="no-launcher",
+            ) from None
+    return answer
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m tfdist.workers",
+        description="Change the number of workers of a running elastic job, without a restart.",
+    )
+    about = "directory of a run or of several runs (default: the newest run in runs/)"
+    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help=about)
+    parser.add_argument("workers", type=int, metavar="N", help="number of workers")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
