@@ -173,4 +173,4 @@ if tfdist.is_chief():  # the others exit meanwhile
     left = [path.read_text() for path in sorted(OUT.glob("leaving-*"))]
     (OUT / "left.json").write_text(json.dumps(left))
 else:
-    (OUT / f"leaving-{index}").write_text("done")  # a pipe, at whose other end the chief waits
+    (OUT / f"leaving-{INDEX}").write_text("done")  # a pipe, at whose other end the chief waits
