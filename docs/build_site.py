@@ -60,7 +60,9 @@ def main() -> int:
 
 
 def dates_of_files() -> dict[str, str]:
-    """Return the date of the last commit of each file, empty outside a checkout."""
+    """Return the date of the last commit of each file, empty without git or outside a checkout."""
+    if not shutil.which("git"):
+        return {}
     log = subprocess.run(
         ["git", "log", "--format=date %cs", "--name-only"], cwd=ROOT, capture_output=True, text=True
     )
