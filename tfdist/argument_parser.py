@@ -30,9 +30,9 @@ _EXIT_SIGPIPE = 141
 def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -> int:
     """Run a program and return its exit code, or the exit code of the error that it raises.
 
-    `name` starts the error line, unless it is empty. A program with `is_report` opens no pipes or
-    sockets, so a BrokenPipeError means that the reader has closed standard output. Such a program
-    exits without a message.
+    `name` starts each error line once. A program with `is_report` opens no pipes or sockets, so a
+    BrokenPipeError means that the reader has closed standard output. Such a program exits without a
+    message.
     """
     with contextlib.suppress(OSError):  # a failed flush, after the change
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -40,7 +40,7 @@ def run_program(name: str, run: Callable[[], int], *, is_report: bool = False) -
     try:
         return run()
     except TfdistError as error:
-        print(f"{name}: {error}" if name else error, file=sys.stderr)
+        print(error if str(error).startswith(name) else f"{name}: {error}", file=sys.stderr)
         return error.exit_code
     except Stopped as stopped:  # the chief has logged it
         return stopped.exit_code

@@ -39,11 +39,12 @@ def test_flags_of_a_configuration_may_come_twice():
     ("error", "code", "said"),
     [
         (UsageError("--x", "1 is too small", fix="write 2"), 2, "p: --x: 1 is too small. Fix: "),
+        (UsageError("p", "no package", fix="install it"), 2, "p: no package. Fix: "),
         (PeerLost("worker-1 is gone"), 75, "p: worker-1 is gone"),
         (Stopped(signal.SIGTERM), 143, ""),
         (KeyboardInterrupt(), 130, ""),
     ],
-    ids=["usage", "peer", "stopped", "Ctrl-C"],
+    ids=["usage", "program", "peer", "stopped", "Ctrl-C"],
 )
 def test_a_program_ends_with_the_code_of_its_error(error, code, said, capsys):
     def run() -> int:
