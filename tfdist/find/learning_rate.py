@@ -118,9 +118,9 @@ def _losses(
     losses: list[float] = []
     for step, rate in enumerate(rates):
         diverged = has_diverged(losses, smoothing=smoothing, diverges_at=diverges_at)
-        mine = Decision(last=step + 1, stop=diverged, learning_rate=rate)
+        mine: dict[str, Any] = {"last": step + 1, "stop": diverged, "learning_rate": rate}
         of = "the next step of a range test"
-        decision = decide(blocks.job, lambda mine=mine: mine, requests=requests, of=of)
+        decision = decide(blocks.job, functools.partial(Decision, **mine), requests=requests, of=of)
         if decision.signum is not None:
             name = signal.Signals(decision.signum).name
             raise Stopped(decision.signum, f"stopped by {name}; the model is restored")

@@ -533,7 +533,8 @@ class JobRun:
 
     def _write_report(self, exit_code: int | None) -> None:
         """Write the report atomically. `exit_code` is `None` while the job runs."""
-        content = {"exit_code": exit_code, "job": self._description, "attempts": self._entries}
+        content: dict[str, object] = {"exit_code": exit_code, "job": self._description}
+        content["attempts"] = self._entries
         if isinstance(self._processes, LocalProcesses) and self._processes.control:
             content["control"] = self._processes.control
         # Do not wait for the disk: meanwhile other hosts would consider the launcher lost.

@@ -19,6 +19,7 @@ from tfdist.launch.events import (
     Event,
     GoOn,
     Message,
+    Resize,
     ShowFailure,
     ShowView,
     Start,
@@ -269,7 +270,7 @@ class Team:
         if isinstance(event, StopRequest):
             self._events += [event] if self._counts(event, rank=rank) else []
             return
-        if self._alive.get(event.task) != rank:
+        if isinstance(event, Resize) or self._alive.get(event.task) != rank:
             return
         if isinstance(event, Ended):
             lines = tuple(map(str, message["lines"]))
