@@ -24,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +122,16 @@ for _ in range(100):
     call()
 calls = int(sys.argv[3])
 print(json.dumps([spent(calls, call), spent(calls, pause, call) - spent(calls, pause)]))
+"""
+
+
+TRAIN = """
+import sys, numpy as np, tfdist
+sys.path.insert(0, sys.argv[1])
+import program
+x = np.random.default_rng(0).random((64, 16), "float32")
+backup = tfdist.BackupAndRestore(sys.argv[2], best="loss")
+tfdist.fit(program.make(), x, x[:, :2], epochs=int(sys.argv[3]), callbacks=[backup], verbose=0)
 """
 
 
@@ -421,6 +433,57 @@ def _fault(running: Service, signum: int) -> None:
     running.wait_for("is ready", before + 1)
 
 
+def publish(args: argparse.Namespace) -> Found:
+    """Seconds from a whole checkpoint to the first answer of its version."""
+    seconds = []
+    with scratch() as folder:
+        export(folder)  # TensorFlow's files are in memory then
+        program, served = f"{folder}/program.py:make", folder / "served"
+        backup = str(folder / "backup")
+        words = ["-m", "tfdist.export", backup, str(served), "--model", program, "--best"]
+        with subprocess.Popen(
+            [sys.executable, *words, "--follow"], env=ENVIRON, cwd=ROOT
+        ) as follow:
+            try:
+                with service(served) as running:
+                    for number in range(args.rounds + 1):
+                        python("-c", TRAIN, str(folder), backup, f"{number + 1}")
+                        seconds.append(_first_answer_s(running, served / "m", number + 2))
+            finally:
+                follow.terminate()
+    first, *others = seconds
+    figure = Figure(
+        what="from a whole checkpoint to the first answer of it",
+        against="",
+        values=others,
+        most=5,
+        unit=" s",
+    )
+    return Found(
+        figures=[figure], lines=[f"the first of a follower that just began: {first:.1f} s"]
+    )
+
+
+def _first_answer_s(running: Service, model: Path, version: int) -> float:
+    """Return how long after its checkpoint was whole a version has answered a request."""
+    request = urllib.request.Request(
+        f"{running.url}/versions/{version}:predict",
+        json.dumps({"instances": [[0.5] * 16]}).encode(),
+    )
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S):
+                now = time.time()
+            break
+        except urllib.error.HTTPError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.01)
+    manifest = json.loads((model / f"{version}" / "manifest.json").read_text())
+    return now - float(manifest["saved_at"])
+
+
 ROWS = {
     "peers": Row(
         title="beside LitServe, Ray Serve and FastAPI",
@@ -442,6 +505,11 @@ ROWS = {
         title="two replicas",
         expected="1.85: front and load take 0.1 of each core at 400 requests/s",
         measure=replicas,
+    ),
+    "publish": Row(
+        title="from training to an answer",
+        expected="4 s: 0.1 to be noticed, 1 for export and check, 0.1, 3 for a new replica",
+        measure=publish,
     ),
     "faults": Row(
         title="faults of real replicas under load",

@@ -304,6 +304,7 @@ def test_a_finished_sweep_says_so_and_a_changed_one_is_refused_with_the_differen
     ("field", "value", "where", "code"),
     [
         ("run_dir", "x", "config.run_dir", "run-dir-in-a-sweep"),
+        ("publish", "served", "config.publish", "publish-in-a-sweep"),
         ("validation_split", "", "--objective", "no-validation"),
     ],
 )

@@ -63,7 +63,7 @@ def test_keys_that_are_free_may_differ_and_tuples_are_lists(directory):
 
 
 def test_a_run_of_an_earlier_version_goes_on_without_a_field_that_was_removed(directory):
-    directory.claim({**CONFIG, "ledger": "full", "overfit_batches": 0, "tracker": "none"})
+    directory.claim({**CONFIG, "ledger": "full", "tracker": "none"})
     assert directory.claim(CONFIG) is Claim.RESUMED
 
 

@@ -27,7 +27,7 @@ COUNTERS = frozenset(
     }
 )
 """Fields of a line of `metrics.jsonl` that are not metrics."""
-REMOVED_FIELDS = ("ledger", "overfit_batches", "profile_steps", "publish", "tracker")
+_REMOVED_FIELDS = ("ledger", "profile_steps", "tracker")
 """Fields that an earlier version wrote to configurations."""
 _LAUNCHERS_OWN = frozenset({"logs", "report.json", "live.json"})
 _SHOWN_DIFFERENCES = 3
@@ -107,7 +107,7 @@ class RunDirectory:
     def read_config(self) -> dict[str, Any] | None:
         """Return the configuration of the run that owns the directory, `None` without an owner."""
         config = read_json(self.config_file)
-        return config and {key: config[key] for key in config if key not in REMOVED_FIELDS}
+        return config and {key: config[key] for key in config if key not in _REMOVED_FIELDS}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         with self._one_line_errors():

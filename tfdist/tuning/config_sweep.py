@@ -98,6 +98,13 @@ def _check(options: SweepOptions, config: Any) -> None:
         code="run-dir-in-a-sweep",
     )
     require(
+        not config.publish,
+        "config.publish",
+        f"every trial would publish versions to {config.publish!r}, whatever its score",
+        fix="leave it out, and export the best trial's run with python -m tfdist.export",
+        code="publish-in-a-sweep",
+    )
+    require(
         config.validation_split or not options.objective.startswith("val_"),
         "--objective",
         f"{options.objective} needs a validation_split",

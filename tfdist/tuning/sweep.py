@@ -23,7 +23,7 @@ from tfdist.launch.events import SignalPipe
 from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.machine import Machine, this_machine
 from tfdist.launch.multihost.hosts import slurm_nodes
-from tfdist.outputs.run_directory import REMOVED_FIELDS, differences
+from tfdist.outputs.run_directory import differences
 from tfdist.outputs.sweep_journal import (
     JOURNAL,
     LOCK,
@@ -314,10 +314,9 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
 def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a sweep's description that must not change when a sweep resumes."""
     space = [{"type": one["class_name"], **one["config"]} for one in description.get("space", ())]
-    config = description.get("config", {}).items()
     return {
         **{name: description.get(name) for name in _SAME},
-        "config": {name: value for name, value in config if name not in REMOVED_FIELDS},
+        "config": description.get("config", {}),
         "search space": {f"{number} {one['name']}": one for number, one in enumerate(space)},
     }
 
