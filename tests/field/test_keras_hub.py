@@ -81,6 +81,12 @@ def vit():
     )
 
 
+def resized():
+    """A task without a preprocessor."""
+    model = vit()
+    return compiled(keras_hub.models.ViTImageClassifier(backbone=model.backbone, num_classes=3))
+
+
 def batches(*data):
     return tf.data.Dataset.from_tensor_slices(data if len(data) > 1 else data[0]).batch(6)
 
@@ -93,6 +99,7 @@ PROGRAMS = {
     ),
     "targets by the preprocessor": (gpt, {"x": TEXTS}),
     "images": (vit, {"x": IMAGES, "y": CLASSES}),
+    "a list of labels": (resized, {"x": IMAGES, "y": CLASSES.tolist()}),
     "lists of the documentation": (
         bert,
         {"x": TEXTS.tolist(), "y": CLASSES.tolist(), "validation_data": (list(TEXTS[:7]), [0] * 7)},

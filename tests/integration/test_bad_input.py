@@ -220,27 +220,10 @@ def in_float8(strategy):
     return model
 
 
-class BySecond(OwnStep, keras.Sequential):
-    """By a second optimizer, as of a GAN, which on one device the first step may build."""
-
-    def update(self, gradients):
-        self.second.apply(gradients, self.trainable_variables)
-
-
 class Decorated(OwnStep, keras.Sequential):
     """In a function, from inside of which it cannot be told whether a loss is scaled."""
 
     train_step = tf.function(OwnStep.train_step)
-
-
-def by_a_step(kind):
-    def make(strategy):
-        model = linear(strategy, kind=kind)
-        with strategy.scope():
-            model.second = keras.optimizers.Adam(name="second")
-        return model
-
-    return make
 
 
 def with_a_mean(strategy):
@@ -274,7 +257,6 @@ OF_ALL = PAIRS.batch(4).map(lambda x, y: ({"x": x, "all": tf.ones((3, 4))}, y))
 ON_ONE = {
     "a state": (stateful, (ROWS, ROWS[:, 0, :1], 4), "model", "unsupported-layer"),
     "float8": (in_float8, (X, Y), "model", "unsupported-layer"),
-    "an optimizer that is not built": (by_a_step(BySecond), (X, Y), "optimizer", "not-built"),
     "metrics of compile": (without_a_call, (X,), "metrics", "not-built"),
     "metrics of compile, few rows": (
         without_a_call,
@@ -282,7 +264,12 @@ ON_ONE = {
         "metrics",
         "not-built",
     ),
-    "a tf.function": (by_a_step(Decorated), (X, Y), "train_step", "compiled-step"),
+    "a tf.function": (
+        functools.partial(linear, kind=Decorated),
+        (X, Y),
+        "train_step",
+        "compiled-step",
+    ),
     "parts of all examples": (with_a_mean, (OF_ALL,), "data", "uneven-parts"),
 }
 

@@ -640,6 +640,19 @@ class Halves(OwnStep, keras.Model):
         return self.logs_of(self.loss_of(data), data)
 
 
+class Alternating(Halves):
+    """Two optimizers that only its step uses, as in a GAN."""
+
+    def compile(self, *arguments, **options):
+        super().compile(*arguments, **options)
+        self.of_first = keras.optimizers.Adam(0.01)
+        self.of_second = keras.optimizers.SGD(0.05, momentum=0.9)
+
+    def update(self, gradients):
+        self.of_first.apply(gradients[:2], self.first.trainable_variables)
+        self.of_second.apply(gradients[2:], self.second.trainable_variables)
+
+
 class Siamese(Halves):
     """Its `call` takes pairs, of which a batch gives one as x and the other as y."""
 
@@ -845,6 +858,10 @@ CELLS = {
     "no call": keras_too(
         lambda: compiled(Halves), GUIDE_X[:48], GUIDE_Y[:48], replicas=(1, 2), epochs=2,
         **GUIDED, validation_data=(GUIDE_X[:32], GUIDE_Y[:32]),
+    ),
+    "two optimizers that its step builds": keras_too(
+        lambda: compiled(Alternating), GUIDE_X[:48], GUIDE_Y[:48], replicas=(1, 2), epochs=2,
+        **GUIDED,
     ),
     # `call` takes more than x, and does without metrics of `compile`.
     "a call of pairs": keras_too(

@@ -27,7 +27,7 @@ LINES = {
     "strategy": 3_138,
     "data": 2_669,
     "checkpoint": 2_798,
-    "training": 8_484,
+    "training": 8_503,
     "ps, pipeline": 4_892,
     "elastic": 1_259,
     "tuning": 2_882,

@@ -19,7 +19,7 @@ from tfdist.training import keras_compat
 from tfdist.training.feed import Feed
 from tfdist.training.keras_compat import sharding
 from tfdist.training.keras_compat.trace import warn_once
-from tfdist.training.program import engine_class, is_own
+from tfdist.training.program import engine_class, is_own, trace_of
 
 Slots = Literal["whole", "parts", "none"]
 
@@ -115,6 +115,8 @@ def build(model: keras.Model, job: Job, feed: Feed, *, slots: Slots = "whole") -
             _require_built_parts(model)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
+        if slots != "none" and job.num_replicas > 1 and job.stages is None:
+            _build_other_optimizers(model, job, feed)
     model._post_build()
     _require_variables_of_scope(model, job)
     _require_one_scale(model, job)
@@ -180,6 +182,20 @@ def _build_by_its_step(model: keras.Model, feed: Feed) -> None:
     for step in (model.train_step, model.test_step):
         if _has_unbuilt_parts(model) and not _runs(step, symbols) and _has_unbuilt_parts(model):
             _runs(step, feed.first_batch())
+
+
+def _build_other_optimizers(model: keras.Model, job: Job, feed: Feed) -> None:
+    """Build the optimizers of the model's own step, such as a GAN's, for the variables they update.
+
+    A step on several replicas cannot create variables.
+    """
+    found = [part for part in vars(model).values() if isinstance(part, keras.optimizers.Optimizer)]
+    if all(optimizer.built for optimizer in found):
+        return
+    rows = feed.plan.global_batch_size
+    for other, variables in trace_of(model.train_step, job, feed, rows=rows).unbuilt:
+        if not other.built:
+            other.build(variables)
 
 
 def _has_unbuilt_parts(model: keras.Model) -> bool:

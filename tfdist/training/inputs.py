@@ -100,10 +100,11 @@ def prepare(
     """
     length = _checked(length)
     _require_class_weight(class_weight)
-    preprocess = _preprocessing_of(model)
-    if preprocess is not None:
+    if _is_of_keras_hub(model):
         x, y, sample_weight = keras.tree.traverse(_list_as_array, (x, y, sample_weight))
-    source = preprocessed(as_source(x, y, sample_weight=sample_weight), preprocess)
+    source = as_source(x, y, sample_weight=sample_weight)
+    if _is_of_keras_hub(model) and getattr(model, "preprocessor", True) is not None:
+        source = preprocessed(source, model.preprocess_samples)
     source = _checked_source(source, job=job, shuffle=shuffle)
     batch, examples = _sizes_of(source, length, job=job, seed=seed)
     _require_enough(batch, job)
@@ -146,11 +147,9 @@ def _checked_source(source: Source, *, job: Job, shuffle: bool) -> Source:
     return source
 
 
-def _preprocessing_of(model: keras.Model | None) -> Callable[..., Any] | None:
-    """Return the preprocessing of a KerasHub model's `fit`, or `None`."""
-    if model is None or not is_own(model, "fit") or getattr(model, "preprocessor", True) is None:
-        return None
-    return getattr(model, "preprocess_samples", None)
+def _is_of_keras_hub(model: Any) -> bool:
+    """Return whether the model's `fit` is KerasHub's, which preprocesses the data."""
+    return model is not None and is_own(model, "fit") and hasattr(model, "preprocess_samples")
 
 
 def _list_as_array(part: Any) -> Any:

@@ -337,25 +337,25 @@ def _logs_of(outputs: Any) -> dict[str, Any]:
 
 def find_batch_axes(program: StepProgram, job: Job) -> None:
     """Trace the step with two batch sizes, without running it, and record its losses' shapes."""
-    feed, size = program.feed, program.feed.plan.global_batch_size
-    spec = feed.batch_spec
-    if not all(s is None or s.shape[1:].is_fully_defined() for s in tf.nest.flatten(spec)):
-        spec = tf.nest.map_structure(
-            lambda part: None if part is None else tf.type_spec_from_value(part),
-            feed.first_batch(),
-        )
+    size = program.feed.plan.global_batch_size
     program.batch_axes.shapes = [
-        _trace(program.function, job, spec, rows=rows).losses for rows in (size, 2 * size)
+        trace_of(program.function, job, program.feed, rows=rows).losses for rows in (size, 2 * size)
     ]
 
 
-def _trace(
-    function: Callable[[Any], Any], job: Job, batch_spec: Any, *, rows: int
+def trace_of(
+    function: Callable[[Any], Any], job: Job, feed: Feed, *, rows: int
 ) -> keras_compat.StepTrace:
     """Trace a step with `rows` rows on each replica, as if it were the only replica.
 
     Does not run the step or update variables. Returns the first replica's trace, up to an error.
     """
+    batch_spec = feed.batch_spec
+    if not all(s is None or s.shape[1:].is_fully_defined() for s in tf.nest.flatten(batch_spec)):
+        batch_spec = tf.nest.map_structure(
+            lambda part: None if part is None else tf.type_spec_from_value(part),
+            feed.first_batch(),
+        )
     traces: dict[int, keras_compat.StepTrace] = {}
 
     def run(batch: Any) -> None:

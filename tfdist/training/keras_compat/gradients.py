@@ -48,6 +48,8 @@ def _gradient_hook(
     trainable_variables: Any = None,
 ) -> Any:
     if not trace.updates:
+        if not self.built and trainable_variables is not None:
+            trace.unbuilt.append((self, list(trainable_variables)))
         return None
     if trace.in_hook:
         return original(self, grads, trainable_variables)

@@ -86,6 +86,7 @@ class StepTrace:
       in_update: True while a metric is updated with numbers of the whole batch.
       layers: Holders of the losses that layers have added, by the `id` of the layer.
       updates: False if optimizers must change nothing, as in a trace to build or to find shapes.
+      unbuilt: Optimizers that are not built, with the variables to update, if `updates` is False.
       losses: Shapes of the losses of gradients and layers, in order of computation.
       batch_axes: Record of the losses that have a batch axis.
       numbers: Draw numbers of seed generators, by `id`. Other generators count upwards.
@@ -121,6 +122,7 @@ class StepTrace:
     in_update: bool = False
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
     updates: bool = True
+    unbuilt: list[tuple[Any, list[Any]]] = dataclasses.field(default_factory=list)
     losses: list[tf.TensorShape] = dataclasses.field(default_factory=list)
     batch_axes: BatchAxes = dataclasses.field(default_factory=BatchAxes)
     numbers: Mapping[int, Iterator[int]] = dataclasses.field(default_factory=dict)
