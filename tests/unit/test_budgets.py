@@ -29,7 +29,7 @@ LINES = {
     "checkpoint": 2_798,
     "training": 8_503,
     "ps, pipeline": 4_892,
-    "elastic": 1_259,
+    "elastic": 1_349,
     "tuning": 2_882,
     "serving": 3_213,
     "around": 7_286,  # report, outputs, app, find, ops, audit, configs and the programs

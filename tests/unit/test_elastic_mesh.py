@@ -15,7 +15,9 @@ import traceback
 import numpy as np
 import pytest
 
+from tfdist.elastic.engine import as_tensor
 from tfdist.elastic.mesh import Mesh
+from tfdist.elastic.shards import aligned_like, tree_sum
 from tfdist.launch.membership import Fence, Go, Membership, View
 
 SHARDS, STEPS, DEADLINE_S = 4, 40, 60.0
@@ -176,3 +178,18 @@ def test_survivors_of_random_kills_have_the_same_bits(undisturbed, seed):
 
     assert job.run(chaos) == {undisturbed}
     assert job.views > 1
+
+
+def test_tensorflow_uses_the_memory_of_a_sum():
+    (total,) = tree_sum({(s, s + 1): [np.ones(5000, np.float32)] for s in range(3)}, 0, 3)
+    tensor = as_tensor(total)
+    total[7] = 8.0
+    assert tensor[7] == 8.0
+
+
+def test_tensorflow_copies_memory_that_is_not_aligned():
+    array = aligned_like(np.ones(5000, np.float32))[1:]
+    array[:] = 3.0
+    tensor = as_tensor(array)
+    array[7] = 8.0
+    assert tensor[7] == 3.0

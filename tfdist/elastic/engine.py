@@ -22,12 +22,18 @@ import tensorflow as tf
 from tfdist import phases
 from tfdist.data.stream import DRAWING
 from tfdist.elastic.mesh import Compute, Mesh
-from tfdist.elastic.shards import Array, tree_sum
+from tfdist.elastic.shards import ALIGNMENT, Array, tree_sum
 from tfdist.errors import named, require
 from tfdist.strategy import Job
 from tfdist.training.engines import SynchronousEngine, joined, without_substitute
 from tfdist.training.feed import BatchFeed, Feed, Part
-from tfdist.training.keras_compat import StepTrace, compiled, random_key, tracing
+from tfdist.training.keras_compat import (
+    StepTrace,
+    adding_in_order,
+    compiled,
+    random_key,
+    tracing,
+)
 from tfdist.training.keras_compat.reduction import no_sum_in_a_step, summed_rows
 from tfdist.training.metric_totals import require_sums
 from tfdist.training.program import (
@@ -222,8 +228,8 @@ class _Shards:
         require_sums(program)
         self._program, self._job = program, job
         self._layout = _Layout()
-        self._compute = compiled(self._part)
-        self._apply = compiled(self._update)
+        self._compute: Any = compiled(self._part)
+        self._apply: Callable[..., dict[str, tf.Tensor]] | None = None
         self._predict = compiled(self._outputs)
         self.structure: Any = None
         self.is_traced = False
@@ -258,25 +264,30 @@ class _Shards:
     def _arrays(self, step: int, batches: _Batches, shard: int) -> tuple[list[Array], list[Array]]:
         if shard not in batches.computed:
             given = batches.part(shard)
-            arguments = tf.constant(step, tf.int64), tf.constant(shard, tf.int64), given
+            arguments = [tf.constant(step, tf.int64), tf.constant(shard, tf.int64)]
+            if given is not None:
+                arguments.append(given)
             if not self.is_traced:
                 self._trace(*arguments)
-            found = [_as_numpy(array) for array in self._compute(*arguments)]
+            with adding_in_order():
+                found = [_as_numpy(array) for array in self._compute(*arguments)]
             first = len(found) - 2 * self.num_sparse
             batches.computed[shard] = found[:first], found[first:]
         return batches.computed[shard]
 
     def _trace(self, *arguments: Any) -> None:
         """Trace the step, and again if the axes of its losses have to be known."""
-        graph = self._compute.get_concrete_function(*arguments).graph
+        traced = self._compute.get_concrete_function(*arguments)
         program = self._program
         if program.batch_axes.are_wanted:
             find_batch_axes(program, self._job)
             self._compute = compiled(self._part)
-            graph = self._compute.get_concrete_function(*arguments).graph
+            traced = self._compute.get_concrete_function(*arguments)
         if program.exact:
-            require_deterministic(graph)
-        _require_pure(graph)
+            require_deterministic(traced.graph)
+        _require_pure(traced.graph)
+        if program.feed.direct:  # the types of its arguments never change
+            self._compute = traced
         self.is_traced = True
 
     @property
@@ -293,16 +304,29 @@ class _Shards:
     def compile(self) -> None:
         """Compile both functions with the first batch. This changes no variable."""
         dense, rows = self._arrays(0, _Batches(self._program, self._job, 0), 0)
-        specs = [tf.TensorSpec(array.shape, array.dtype) for array in dense]
-        specs += [tf.TensorSpec([None, *array.shape[1:]], array.dtype) for array in rows]
-        self._apply.get_concrete_function(tf.TensorSpec([], tf.int64), specs)
+        self._trace_update([*dense, *rows])
 
-    def update(self, step: int, totals: Sequence[np.ndarray[Any, Any]]) -> dict[str, float]:
+    def _trace_update(self, totals: Sequence[Array]) -> Callable[..., dict[str, tf.Tensor]]:
+        """Return the function that updates the variables from sums of these shapes and types."""
+        first = len(totals) - 2 * self.num_sparse
+        specs = [tf.TensorSpec(array.shape, array.dtype) for array in totals[:first]]
+        specs += [tf.TensorSpec([None, *rows.shape[1:]], rows.dtype) for rows in totals[first:]]
+        traced = compiled(self._update).get_concrete_function(tf.TensorSpec([], tf.int64), *specs)
+        self._apply = traced
+        return self._apply
+
+    def update(self, step: int, totals: Sequence[Array]) -> dict[str, float]:
         """Update the variables from the sums over all shards, and return the step's logs."""
-        logs = self._apply(tf.constant(step, tf.int64), [tf.constant(total) for total in totals])
+        apply = self._apply or self._trace_update(totals)
+        dense = list(self._layout.forms).count("dense")
+        gradients, others = map(as_tensor, totals[:dense]), map(tf.constant, totals[dense:])
+        with adding_in_order():
+            logs = apply(tf.constant(step, tf.int64), *gradients, *others)
         return {name: as_number(value) for name, value in logs.items()}
 
-    def _part(self, step: tf.Tensor, shard: tf.Tensor, given: Part | None) -> list[tf.Tensor]:
+    def _part(
+        self, step: tf.Tensor, shard: tf.Tensor, given: Part | None = None
+    ) -> list[tf.Tensor]:
         """Compute a shard's part of a step; in graph."""
         program, job = self._program, self._job
         part = program.feed.at(step, shard)[0] if given is None else given
@@ -398,7 +422,7 @@ class _Shards:
         flat = [tf.convert_to_tensor(rows) for rows in keras.tree.flatten(found[0])]
         return [without_substitute(rows, count=part.count) for rows in flat]
 
-    def _update(self, step: tf.Tensor, totals: list[tf.Tensor]) -> dict[str, tf.Tensor]:
+    def _update(self, step: tf.Tensor, *totals: tf.Tensor) -> dict[str, tf.Tensor]:
         """Update the variables; in graph."""
         layout, first = self._layout, len(totals) - 2 * self.num_sparse
         rest, rows = iter(totals[:first]), iter(totals[first:])
@@ -463,6 +487,14 @@ def _as_numpy(tensor: tf.Tensor) -> Array:
     if tensor.dtype == tf.bfloat16 or tensor.dtype == tf.string:
         return np.asarray(tensor.numpy())
     return np.asarray(memoryview(tensor))
+
+
+def as_tensor(array: Array) -> tf.Tensor:
+    """Return an array's tensor, without a copy if TensorFlow can use the array's memory."""
+    is_known = array.dtype.kind in "fiu" and array.flags.writeable
+    if is_known and array.ctypes.data % ALIGNMENT == 0:
+        return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
+    return tf.constant(array)
 
 
 def _require_pure(graph: Any) -> None:

@@ -23,9 +23,16 @@ from typing import Any
 import numpy as np
 
 from tfdist import phases
-from tfdist.elastic.shards import Array, Block, blocks_of, shards_of, tree_sum
+from tfdist.elastic.shards import Array, Block, aligned_like, blocks_of, shards_of, tree_sum
 from tfdist.errors import require
-from tfdist.strategy.ring import Members, chunks_of, close_in_children, remove_first, views_of
+from tfdist.strategy.ring import (
+    BUFFER_BYTES,
+    Members,
+    chunks_of,
+    close_in_children,
+    remove_first,
+    views_of,
+)
 
 _HEADER = struct.Struct("<IQI")  # epoch, number of the operation, checksum of its description
 _MOST_BYTES, _MOST_FDS = 1 << 16, 64
@@ -212,9 +219,9 @@ class Mesh(Members):
             leaves = {(s, s + 1): computed[s] for s in own}
             mine = {b: tree_sum(leaves, *b) for b in blocks_of(own, shards=shards)}
             like = computed[next(iter(computed))] if computed else compute(0)
-            return self._tree(like, mine, rank, count, shards)
+            return self._tree(like, mine, rank, count, shards, of=of)
 
-        return self._run(attempt, of=of)
+        return self._run(attempt, of=of, agrees=True)
 
     def gather_shards(self, compute: Compute, shards: int, *, of: str) -> list[list[Array]]:
         """Return the arrays of each shard, in the order of the shards. Shapes may differ."""
@@ -258,9 +265,17 @@ class Mesh(Members):
                 computed[shard] = [np.asarray(array, order="C") for array in compute(shard)]
 
     def _run(
-        self, attempt: Callable[[], list[Array]], *, of: str, is_logged: bool = True
+        self,
+        attempt: Callable[[], list[Array]],
+        *,
+        of: str,
+        is_logged: bool = True,
+        agrees: bool = False,
     ) -> list[Array]:
-        """Run an operation until it is done in some view, and return its result."""
+        """Run an operation until it is done in some view, and return its result.
+
+        `agrees` says that `attempt` compares the operation with the other members' operations.
+        """
         if self.lost:
             raise ConnectionError(self.lost)
         if not self._at_work.acquire(blocking=False):
@@ -272,7 +287,7 @@ class Mesh(Members):
         try:
             if self._is_on_its_own():
                 return self._repeated(attempt, of)
-            result = self._until_done(attempt, of)
+            result = self._until_done(attempt, of, agrees=agrees)
         except OSError as error:
             self._leave(str(error))
             raise ConnectionError(self.lost) from error
@@ -322,7 +337,9 @@ class Mesh(Members):
         _, self._taught, result = self._replay.popleft()
         return result
 
-    def _until_done(self, attempt: Callable[[], list[Array]], of: str) -> list[Array]:
+    def _until_done(
+        self, attempt: Callable[[], list[Array]], of: str, *, agrees: bool
+    ) -> list[Array]:
         given: list[Array] | None = None
         is_in_view = self.epoch > 0
         while True:
@@ -332,7 +349,8 @@ class Mesh(Members):
                 if given is not None:
                     return given
                 self._hear()
-                self._agree(of)
+                if not agrees:
+                    self._agree(of, {})
                 return attempt()
             except (_Broken, _ViewChanged):
                 is_in_view = False
@@ -414,6 +432,7 @@ class Mesh(Members):
                 }
                 for end in self._peers.values():
                     end.setblocking(False)
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
                 return self._caught_up(go)
 
     def _enter_next(self) -> None:
@@ -441,15 +460,23 @@ class Mesh(Members):
 
     # exchanges
 
-    def _agree(self, of: str) -> None:
-        """Compare the operation with the other members' operations."""
+    def _agree(self, of: str, out: Mapping[int, Sequence[Any]]) -> Mapping[int, Sequence[Any]]:
+        """Compare the operation with the other members' operations, and begin to send `out`.
+
+        Return the rest of `out`.
+        """
         header = _HEADER.pack(self.epoch, self.done, zlib.crc32(of.encode()))
         theirs = {peer: bytearray(_HEADER.size) for peer in self._peers}
-        self._exchange({p: [header] for p in self._peers}, {p: [b] for p, b in theirs.items()})
+        rest = self._exchange(
+            {peer: [header, *out.get(peer, ())] for peer in self._peers},
+            {peer: [found] for peer, found in theirs.items()},
+            has_more=bool(out),
+        )
         for peer, found in theirs.items():
             if found != header:
                 self.differs = f"another sum ({self._names[peer]})", of
                 raise ConnectionError(f"{self._names[peer]} runs another sum than {of}")
+        return rest
 
     def _tree(
         self,
@@ -458,8 +485,13 @@ class Mesh(Members):
         rank: int,
         count: int,
         leaves: int,
+        *,
+        of: str = "",
     ) -> list[Array]:
-        """Sum over all members' subtrees: each member sums a part of the elements for all."""
+        """Sum over all members' subtrees: each member sums a part of the elements for all.
+
+        With `of`, the members also compare their operations.
+        """
         if count == 1:
             return tree_sum(mine, 0, leaves)
         sizes = tuple(array.size for array in like)
@@ -483,20 +515,20 @@ class Mesh(Members):
             for block in blocks_of(theirs, shards=leaves):
                 have[block] = [np.empty(stop - start, like[i].dtype) for i, start, stop in pieces]
                 into[peer] += have[block]
-        self._exchange(out, into)
-        totals = [np.empty(array.size, array.dtype) for array in like]
-        for (i, start, stop), total in zip(pieces, tree_sum(have, 0, leaves), strict=True):
-            totals[i][start:stop] = total
-        own = list(views_of(totals, pieces))
+        self._exchange(self._agree(of, out) if of else out, into)
+        totals = [aligned_like(array) for array in like]
+        flat_totals = [total.reshape(-1) for total in totals]
+        tree_sum(have, 0, leaves, out=[flat_totals[i][start:stop] for i, start, stop in pieces])
+        own = list(views_of(flat_totals, pieces))
         self._exchange(
             {peer: own for peer in self._peers},
             {
-                peer: list(views_of(totals, chunks[r]))
+                peer: list(views_of(flat_totals, chunks[r]))
                 for r, peer in enumerate(self.members)
                 if r != rank
             },
         )
-        return [total.reshape(array.shape) for total, array in zip(totals, like, strict=True)]
+        return totals
 
     def _gathered(
         self, computed: Mapping[int, Sequence[Array]], owners: Mapping[int, int]
@@ -538,12 +570,19 @@ class Mesh(Members):
         return arrays
 
     def _exchange(
-        self, out: Mapping[int, Sequence[Any]], into: Mapping[int, Sequence[Any]]
-    ) -> None:
-        """Send and receive buffers, by peer, while listening to the launcher."""
+        self,
+        out: Mapping[int, Sequence[Any]],
+        into: Mapping[int, Sequence[Any]],
+        *,
+        has_more: bool = False,
+    ) -> Mapping[int, Sequence[Any]]:
+        """Send and receive buffers, by peer, while listening to the launcher.
+
+        With `has_more`, do not wait until all is sent. Return the rest of `out`.
+        """
         sending = {p: deque(_bytes(buffers)) for p, buffers in out.items()}
         receiving = {p: deque(_bytes(buffers)) for p, buffers in into.items()}
-        while any(sending.values()) or any(receiving.values()):
+        while any(receiving.values()) or (any(sending.values()) and not has_more):
             moved = False
             for peer, views in sending.items():
                 moved |= bool(views) and self._send(peer, views)
@@ -551,6 +590,7 @@ class Mesh(Members):
                 moved |= bool(views) and self._receive(peer, views)
             if not moved:
                 self._wait(sending, receiving)
+        return sending
 
     def _send(self, peer: int, views: deque[memoryview]) -> bool:
         buffers = itertools.islice(views, _BUFFERS_A_CALL)

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+ALIGNMENT = 64
+"""Bytes to which TensorFlow aligns the memory of a tensor."""
 Block = tuple[int, int]
 """First shard and end shard of a whole subtree."""
 
@@ -35,11 +37,27 @@ def _blocks(low: int, high: int, own: range) -> list[Block]:
     return [*_blocks(low, middle, own), *_blocks(middle, high, own)]
 
 
-def tree_sum(parts: Mapping[Block, Sequence[Array]], low: int, high: int) -> list[Array]:
-    """Return the sum of each array over the shards ``[low, high)``, from subtrees of them."""
+def tree_sum(
+    parts: Mapping[Block, Sequence[Array]],
+    low: int,
+    high: int,
+    out: Sequence[Array] | None = None,
+) -> list[Array]:
+    """Return the sum of each array over the shards ``[low, high)``, from subtrees of them.
+
+    `out` receives the sums if the shards are several subtrees.
+    """
     if (low, high) in parts:
         return list(parts[low, high])
     middle = (low + high) // 2
     first, second = tree_sum(parts, low, middle), tree_sum(parts, middle, high)
+    out = [aligned_like(array) for array in first] if out is None else out
     with np.errstate(all="ignore"):  # the loss scale detects an overflow
-        return [np.add(a, b) for a, b in zip(first, second, strict=True)]
+        return [np.add(a, b, out=c) for a, b, c in zip(first, second, out, strict=True)]
+
+
+def aligned_like(array: Array) -> Array:
+    """Return an empty array that TensorFlow can read without a copy."""
+    data = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    start = -data.ctypes.data % ALIGNMENT
+    return data[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

@@ -540,7 +540,7 @@ _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI")
 _ROW = struct.Struct(f"<I{_SECRET_BYTES}s64s")
 _HELLO_S = 1.0  # seconds a client has to identify itself
 _PAUSE_S = 0.01  # after a failed accept
-_BUFFER_BYTES = 4 * 2**20
+BUFFER_BYTES = 4 * 2**20
 # A waiting worker notices after about 30 s that a neighbour's machine is down. TCP_USER_TIMEOUT is
 # not set, because it would also disconnect a worker that reads slowly.
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
@@ -709,7 +709,7 @@ def exactly(end: socket.socket, count: int) -> bytes:
 
 def _prepared(end: socket.socket) -> socket.socket:
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        end.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        end.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
     if end.family != socket.AF_UNIX:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
