@@ -27,7 +27,7 @@ LINES = {
     "strategy": 3_138,
     "data": 2_669,
     "checkpoint": 2_798,
-    "training": 8_503,
+    "training": 8_501,
     "ps, pipeline": 4_892,
     "elastic": 1_349,
     "tuning": 2_882,

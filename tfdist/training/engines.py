@@ -283,8 +283,7 @@ def naming_a_lost_server() -> Iterator[None]:
             raise UsageError(
                 "data under the ps strategy",
                 f"the workers have no operation {missing[1]}",
-                fix="import its package (such as keras_hub or tensorflow_text) before "
-                "tfdist.make_strategy()",
+                fix="import its package (such as keras_hub) before tfdist.make_strategy()",
                 code="missing-operation",
             ) from error
         job = current_job()

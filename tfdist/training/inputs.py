@@ -104,7 +104,7 @@ def prepare(
         x, y, sample_weight = keras.tree.traverse(_list_as_array, (x, y, sample_weight))
     source = as_source(x, y, sample_weight=sample_weight)
     if _is_of_keras_hub(model) and getattr(model, "preprocessor", True) is not None:
-        source = preprocessed(source, model.preprocess_samples)
+        source = preprocessed(source, getattr(model, "preprocess_samples", None))
     source = _checked_source(source, job=job, shuffle=shuffle)
     batch, examples = _sizes_of(source, length, job=job, seed=seed)
     _require_enough(batch, job)

@@ -353,8 +353,7 @@ def trace_of(
     batch_spec = feed.batch_spec
     if not all(s is None or s.shape[1:].is_fully_defined() for s in tf.nest.flatten(batch_spec)):
         batch_spec = tf.nest.map_structure(
-            lambda part: None if part is None else tf.type_spec_from_value(part),
-            feed.first_batch(),
+            lambda part: None if part is None else tf.type_spec_from_value(part), feed.first_batch()
         )
     traces: dict[int, keras_compat.StepTrace] = {}
 
