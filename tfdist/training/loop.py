@@ -149,10 +149,11 @@ class TrainLoop:
             if model.stop_training or (self.step == epochs.step_starts[epoch] and self._is_over()):
                 break
             logs = self._run_epoch(epoch, is_first=epoch == start)
+        self._settle(logs)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
             _finalize(model)
         self._call("on_train_end", logs)
-        self._finish(logs)
+        self._finish()
         return model.history
 
     def _metrics_file(self, callbacks: Sequence[Any]) -> list[MetricsFile]:
@@ -409,6 +410,7 @@ class TrainLoop:
     def _join(self, joined: LoopState) -> None:
         """Begin at the state of the other tasks' loop."""
         self._joined = joined
+        self._seconds_before, self._began_s = joined.loop["run"]["seconds"], time.monotonic()
         self._plan = dataclasses.replace(self._plan, saved=RunState(**joined.loop["run"]))
 
     def _take(self, joined: LoopState) -> None:
@@ -439,21 +441,33 @@ class TrainLoop:
         if self._succession.is_due:
             self._list_callbacks()
             self._succession.take_over(self._callbacks, self._plan.backups, step=self.step)
-            self._is_save_due = True
+            self._is_save_due, self._saved_step = True, None
 
-    def _finish(self, logs: Mapping[str, Any]) -> None:
-        """Wait for unfinished writes, then handle a stop signal received after the last step."""
+    def _settle(self, logs: Mapping[str, Any]) -> None:
+        """Wait for the last save in an elastic job. The successor of a lost chief repeats it.
+
+        The weights and the callbacks may change after it. From here on, the loss of the chief
+        restarts the job.
+        """
+        if self._job.shards is None or not self._job.has_peers:
+            return
         with phases.entered("save"):
             for backup in self._plan.backups:
                 backup.finish()
             self._blocks.engine.say_replaceable(False)
-            mine = np.array(self._requests.slots())
-            slots = sum_over_tasks(self._job, mine, of="signals at the end")
+            any_task(self._job, False, of="the end of the last save")
         self._take_over()
         if self._is_save_due and logs:
             for backup in self._plan.backups:
                 self._save(backup, ended=logs)
+
+    def _finish(self) -> None:
+        """Wait for unfinished writes, then handle a stop signal received after the last step."""
+        with phases.entered("save"):
+            for backup in self._plan.backups:
                 backup.finish()
+            mine = np.array(self._requests.slots())
+            slots = sum_over_tasks(self._job, mine, of="signals at the end")
         signum = signal_of(slots.tolist())
         if signum is not None:
             self._log_and_stop(signum)
@@ -471,6 +485,9 @@ class TrainLoop:
         If `at_epoch_begin`, skip the save, because the end of the previous epoch is already saved.
         The resumed run calls the first hooks of this epoch again.
         """
+        self._take_over()
+        if at_epoch_begin and self._job.shards is not None:
+            at_epoch_begin = not any_task(self._job, self._is_save_due, of="a save that is due")
         if not at_epoch_begin:
             for backup in self._plan.backups:
                 self._save(backup, logs=logs)
