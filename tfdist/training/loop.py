@@ -26,7 +26,7 @@ from tfdist.strategy.group import sum_over_tasks
 from tfdist.strategy.native import engine_runs
 from tfdist.training import resume
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
-from tfdist.training.building import compiled_parts, require_as_compiled
+from tfdist.training.building import compiled_parts, require_as_compiled, use_averages
 from tfdist.training.callbacks import (
     History,
     begin_epoch,
@@ -151,7 +151,7 @@ class TrainLoop:
             logs = self._run_epoch(epoch, is_first=epoch == start)
         self._settle(logs)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
-            _finalize(model)
+            use_averages(model)
         self._call("on_train_end", logs)
         self._finish()
         return model.history
@@ -508,20 +508,3 @@ class TrainLoop:
             sum_over_tasks(self._job, np.zeros(1), of="the end of a stopped run")
         phases.enter("done")
         raise Stopped(signum, line)
-
-
-def _finalize(model: keras.Model) -> None:
-    """Replace the trained weights by their averages (`use_ema`).
-
-    Keras pairs weights and averages by position. The averages follow the weights for which the
-    optimizer was built, and some of these weights may be frozen now.
-    """
-    optimizer, trained = model.optimizer, {id(v) for v in model.trainable_weights}
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    averaged = inner._trainable_variables if inner.use_ema and inner.built else []
-    if not any(id(v) in trained for v in averaged):
-        averaged = model.trainable_weights
-    frozen = [(v, v.numpy()) for v in averaged if id(v) not in trained]
-    optimizer.finalize_variable_values(averaged)
-    for variable, value in frozen:
-        variable.assign(value)
