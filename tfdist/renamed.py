@@ -44,9 +44,11 @@ GONE = {
     "tfdist lint": "tfdist check",
     "tfdist replay": "tests/tools/ledger.py in a checkout",
     "tuning.HyperModel": "keras_tuner.HyperModel",
+    "tuning.search(early_stop=)": "tuner=keras_tuner.Hyperband(...), or EarlyStopping in the fit",
     "tuning.search(join=)": "hosts=, in a single process",
     "tuning.search(reconnect_s=)": "hosts=, in a single process",
     "tuning.search(rendezvous_token_file=)": "hosts=, in a single process",
+    "tuning.search(retrain_best=)": "tuner.get_best_models(), or tfdist export on the sweep",
     "tuning.search(serve=)": "hosts=, in a single process",
 }
 """Replacement of each removed program, flag, argument and public name, without ``tfdist.``."""

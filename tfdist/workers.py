@@ -43,7 +43,7 @@ def _run(arguments: argparse.Namespace) -> int:
         fix="choose another number. A job has at most as many workers as --shards, and 32",
         code="bad-value",
     )
-    print(f"{run_dir}: changing to {arguments.workers} workers")
+    print(f"{run_dir}: asked the launcher for {arguments.workers} workers")
     return EXIT_OK
 
 

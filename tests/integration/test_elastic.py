@@ -37,7 +37,8 @@ REFUSED = {
     "metrics with a state and of several results": "metric-adds-up",
     **dict.fromkeys(
         (
-            *("several optimizers", "trackers of the guide", "logs of every kind"),
+            *("several optimizers", "two optimizers that its step builds", "trackers of the guide"),
+            "logs of every kind",
             *("a step that takes a dict apart", "a step whose targets are its inputs"),
             *("more figures", "two in a step", "two in a step beside a sum"),
             "weighted by a variable",

@@ -55,7 +55,7 @@ def test_survivors_go_on_and_a_restarted_worker_joins_with_the_same_bits(tmp_pat
     "faults",
     [
         {"worker-0": ["on_epoch_end", 1], "worker-1": ["on_test_begin", 3]},
-        {"worker-0": ["save", 2], "worker-1": ["on_train_end", 5]},
+        {"worker-0": ["save", 2], "worker-1": ["write", 5]},
     ],
 )
 def test_another_worker_takes_over_from_a_lost_chief(tmp_path, undisturbed, faults):

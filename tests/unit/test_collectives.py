@@ -15,7 +15,7 @@ from tfdist.strategy import collectives, group
 from tfdist.strategy import ring as ring_module
 
 __all__ = ["rings_end"]
-TYPES = ["float32", "float16", "bfloat16", "int64", "complex64"]
+TYPES = ["float32", "float16", "bfloat16", "int64", "uint8", "complex64"]
 
 
 def job_of(ring, rank, count, *, by_ring, shards=None):
@@ -125,9 +125,10 @@ def test_a_text_of_any_length_arrives(tasks, length):
         lambda rank: tfdist.all_reduce(np.zeros(2, ["f4", "f8"][rank])),
         lambda rank: tfdist.all_reduce(1.0, ["sum", "mean"][rank]),
         lambda rank: tfdist.gather(np.zeros(2), root=rank),
+        lambda rank: tfdist.broadcast(1, root=rank),
         lambda rank: (tfdist.all_gather, tfdist.all_reduce)[rank](np.zeros(2)),
     ],
-    ids=["shapes", "types", "operations", "roots", "calls"],
+    ids=["shapes", "types", "operations", "roots", "broadcasters", "calls"],
 )
 def test_tasks_with_different_calls_are_told_both(tasks, call):
     def failing(rank):
@@ -146,6 +147,7 @@ ALONE = {
     ("reduce", "collective-type"): lambda: tfdist.reduce([1, 2], "mean"),
     ("gather", "collective-type"): lambda: tfdist.gather(np.array([object()])),
     ("scatter", "scatter-shape"): lambda: tfdist.scatter(np.zeros((2, 3))),
+    ("reduce root", "unknown-task"): lambda: tfdist.reduce(1.0, root=5),
     ("broadcast root", "unknown-task"): lambda: tfdist.broadcast(1, root=1),
     ("broadcast", "broadcast-key"): lambda: tfdist.broadcast({0: 1.0}),
     ("broadcast", "broadcast-value"): lambda: tfdist.broadcast(b"ab"),
@@ -169,7 +171,7 @@ def test_one_process_is_a_job_of_one_task():
 def test_a_task_that_does_not_call_is_named(monkeypatch):
     monkeypatch.setattr(ring_module, "CALL_S", 0.05)
     monkeypatch.setattr(collectives, "CALL_S", 0.05)
-    for call in (tfdist.all_reduce, tfdist.all_gather, tfdist.broadcast):
+    for call in (tfdist.all_reduce, tfdist.all_gather, tfdist.reduce):
         ring, _ = ring_of(2)
         job = job_of(ring, 0, 2, by_ring=True)
         monkeypatch.setattr(collectives, "_own_job", lambda name, job=job: job)

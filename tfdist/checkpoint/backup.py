@@ -177,6 +177,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._clock = clock
         self._saved_at = clock()
         self._saved_run: RunState | None = None
+        self._last_save = self._lost_save = (-1, False)  # step, and whether it was the best
         self._found_step: int | None = None
         self.found_states = {}
         self._configuration: dict[str, Any] | None = None
@@ -236,7 +237,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
         In the chief, raises the error of the previous write.
         """
-        best = self._best.improved
+        best = self._best.improved or self._lost_save == (run.step, True)
         if run == self._saved_run and not best:
             return
         began_s = self._clock()
@@ -245,7 +246,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.prepare()
         arrays = model_state.capture(model, job)
         self._saved_at = self._clock()
-        self._saved_run = run
+        self._saved_run, self._last_save, self._lost_save = run, (run.step, best), (-1, False)
         self._best.epoch_begins()
         if not job.is_chief:
             return
@@ -271,6 +272,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self.remote:
             self.remote.upload(path.name)
         return path
+
+    def repeat_save(self) -> None:
+        """Let the next `save` write, because a lost chief may not have written the last one."""
+        self._saved_run, self._lost_save = None, self._last_save
 
     def pass_over(self) -> None:
         """Note that the current state is not saved, so that it does not count as the best."""

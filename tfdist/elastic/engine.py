@@ -130,6 +130,8 @@ class ElasticEngine(SynchronousEngine):
     def close(self) -> None:
         """End the training loop, which no task can join from now on."""
         if self._mesh is not None:
+            if not self._mesh.lost:
+                self._mesh.say_replaceable(False)
             self._mesh.end_loop()
 
     def _advance_alike(self, program: StepProgram, step: int) -> None:

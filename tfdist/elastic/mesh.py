@@ -40,7 +40,7 @@ _BUFFERS_A_CALL = 64
 _NO_STATE = -1  # in place of the finished operations of a task that joins
 _LESSON_S = 10.0
 _NO_TEACHER = "lost the worker that sends the earlier results"
-_NEED_OTHERS = ("a step", "outputs of", "sparse gradients", "a broadcast from")
+_NEED_OTHERS = ("a step", "outputs of", "sparse gradients", "broadcast", "the next block of")
 _Result = tuple[int, tuple[int, ...], list[Array]]  # checksum of the description, members, result
 Compute = Callable[[int], Sequence[Array]]
 """Function of a shard that returns its part of an operation. It changes nothing."""

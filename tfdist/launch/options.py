@@ -67,7 +67,7 @@ class LaunchOptions(LaunchFlags):
         for value, strategy in ((self.stages, "pipeline"), (self.ps, "ps")):
             if value is not None and self.strategy == AUTO.name:
                 object.__setattr__(self, "strategy", strategy)
-        if self.elastic:
+        if self.elastic or self.kind.is_elastic:
             _require_elastic(self)
             object.__setattr__(self, "strategy", self.kind.elastic_form)
         if self.stages is not None and self.workers == 1:

@@ -189,6 +189,9 @@ class _Decision:
                 if state.is_ending or state.is_done or not membership.epoch:
                     self._say(f"not changing to {workers} workers: the job is starting or ending")
                     return
+                if workers < (state.min_workers or 1):
+                    self._say(f"not changing to {workers} workers: it needs {state.min_workers}")
+                    return
                 self._say(f"changing to {workers} workers")
                 state.num_workers = workers
                 self._resize(workers, membership)
@@ -411,6 +414,7 @@ class _Decision:
         known = self._state.tasks[task]
         known.is_running, known.was_member = True, False
         known.is_leaving = known.is_replaceable = False
+        known.failed_alone = None
         self._state.watchdog.started(task, at_s=self._now_s)  # never starting is a hang
         self._do(Start(task, known.records[-1].restart))
 

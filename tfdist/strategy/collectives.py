@@ -25,6 +25,7 @@ from tfdist.strategy.job import Job, current_job
 from tfdist.strategy.ring import CALL_S, Members, Ring
 
 _FIRST_BYTES = 1024
+_SUMMED_BY_TENSORFLOW = ("float64", "float32", "float16", "bfloat16", "int64", "int32")
 _Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
 
@@ -46,7 +47,7 @@ def broadcast(value: Any = None, root: int = 0) -> Any:
     Args:
       value: JSON value, which may contain NumPy arrays. Only the root's value is used. Tuples
         arrive as lists.
-      root: Index of the task that has the value (default: the chief).
+      root: Index of the task that has the value (default: the chief, as always in elastic jobs).
 
     Raises:
       UsageError: the value is not JSON (for example a dict with integer keys), or the task has
@@ -61,8 +62,12 @@ def broadcast(value: Any = None, root: int = 0) -> Any:
         text = json.dumps(_encoded("broadcast", value, arrays))
     if job is None or not job.has_peers:
         return value
-    of = f"a broadcast from task {root}"
-    value = _decoded(job, text, arrays, root=root, is_root=is_root, of=of, receive=_from_root)
+    of = _described("broadcast", (), "", job, root)
+    try:
+        value = _decoded(job, text, arrays, root=root, is_root=is_root, of=of, receive=_from_root)
+    except ValueError:  # an elastic job has lost the chief within the text
+        if not isinstance(job.ring, Members):
+            raise
     if isinstance(job.ring, Members):
         roots = group.sum_over_tasks(job, np.array([float(is_root)]), of="the chief of a value")
         if not roots[0]:
@@ -84,8 +89,8 @@ def scatter(values: Any = None, root: int = 0) -> Any:
     """Return this task's element of each array of task `root`. A collective under multiworker.
 
     Args:
-      values: JSON value with NumPy arrays of the shape ``[tasks, ...]``. Only the root's values are
-        used.
+      values: JSON value with NumPy arrays of the shape ``[tasks, ...]``. Other values, such as a
+        list of numbers, arrive whole. Only the root's values are used.
       root: Index of the task that has the values (default: the chief).
 
     Returns:
@@ -112,7 +117,7 @@ def scatter(values: Any = None, root: int = 0) -> Any:
                 fix=f"pass arrays of the shape [{count}, ...]",
                 code="scatter-shape",
             )
-    of = f"a scatter from task {root}"
+    of = _described("scatter", (), "", job, root) if job else ""
     return _decoded(job, text, arrays, root=root, is_root=is_root, of=of, receive=_row_from_root)
 
 
@@ -122,7 +127,7 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     Args:
       value: Number or array of numbers, or a nest of them. All tasks have the same shapes and
         types.
-      op: "sum" or "mean". A mean needs floating-point numbers.
+      op: "sum" or "mean". A mean needs floating-point numbers, and divides their sum.
 
     Returns:
       New arrays with the shapes and types of `value`, in the same nest.
@@ -178,7 +183,7 @@ def chief_first() -> Iterator[None]:
     """Run the block in the chief first, then in all other tasks. A collective.
 
     Use it to download or prepare files once. If the block fails in the chief, the other tasks do
-    not run it.
+    not run it. If an elastic job loses its chief in the block, the others run it together.
 
     Example:
       >>> with tfdist.chief_first():
@@ -196,6 +201,7 @@ def chief_first() -> Iterator[None]:
 def _reduced(name: str, value: Any, op: str, *, root: int | None) -> Any:
     require_one_of(f"{name} op", op, ("sum", "mean"))
     job, arrays = _fixed_job(name), _arrays(name, value)
+    _require_root(name, job, root or 0)
     for array in arrays:
         require(
             array.dtype.kind in ("fcV" if op == "mean" else "fcViu"),
@@ -214,15 +220,15 @@ def _reduced(name: str, value: Any, op: str, *, root: int | None) -> Any:
         else:
             totals = [_sum_by_tensorflow(job, array, of=of) for array in arrays]
         if op == "mean":
-            totals = [
-                t if t is None else np.divide(t, job.num_tasks, dtype=t.dtype) for t in totals
-            ]
+            count = job.num_tasks
+            totals = [t if t is None else np.asarray(t / t.dtype.type(count)) for t in totals]
     return _packed(value, totals)
 
 
 def _gathered(name: str, value: Any, *, root: int | None) -> Any:
     job, arrays = _fixed_job(name), _arrays(name, value)
-    rows: Sequence[_Array | None] = [array[np.newaxis] for array in arrays]
+    _require_root(name, job, root or 0)
+    rows: Sequence[_Array | None] = [array[np.newaxis].copy() for array in arrays]
     if job is not None:
         of = _described(name, arrays, "", job, root)
         rows = [_rows(job, array, root, of=of) for array in arrays]
@@ -306,11 +312,9 @@ def _described(
     name: str, arrays: Sequence[_Array], details: str, job: Job, root: int | None
 ) -> str:
     """Return the text of this call, and check that it is the same in all tasks."""
-    if root is not None:
-        _require_root(name, job, root)
     of = " ".join(filter(None, [name, details, f"with root {root}" if root is not None else ""]))
-    if isinstance(job.ring, Ring):
-        return of  # the ring compares text, types and shapes
+    if job.ring is not None:
+        return of  # rings compare text, types and shapes, and members of elastic jobs the text
     call = f"{of} {[(array.dtype.name, array.shape) for array in arrays]}"
     checks = group.of_all_tasks(job, [zlib.crc32(call.encode())], of=of)
     require(
@@ -333,6 +337,10 @@ def _in_ring(job: Job, call: Callable[[Ring], _T]) -> _T:
 
 
 def _sum_by_tensorflow(job: Job, array: _Array, *, of: str) -> _Array:
+    if array.dtype.name not in _SUMMED_BY_TENSORFLOW:
+        rows = _rows(job, array, None, of=of)
+        assert rows is not None
+        return rows.sum(axis=0, dtype=array.dtype)
     return group.sum_over_tasks(job, array.reshape(-1), of=of).reshape(array.shape)
 
 
@@ -393,7 +401,7 @@ def _decoded(
         if "__array__" not in found:
             return found
         if job is None:
-            return arrays.pop(0)[0]
+            return np.array(arrays.pop(0)[0])
         dtype, shape = found["__array__"]
         mine = arrays.pop(0) if is_root else _blank(job, shape, dtype)
         return receive(job, mine, root, of=of)
@@ -448,7 +456,7 @@ def _encoded(name: str, value: Any, arrays: list[_Array]) -> Any:
         fix="send its content as numbers, text, lists, dicts and arrays of numbers or text",
         code="broadcast-value",
     )
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and array.dtype.kind in "biuf":
         return value.item()
     arrays.append(np.ascontiguousarray(array).reshape(array.shape))
     # NumPy sees bfloat16 and similar types as raw bytes, so send the type's name.

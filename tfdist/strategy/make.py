@@ -173,7 +173,8 @@ def _resolve(
         kind is AUTO or resolved in (AUTO, kind),
         "make_strategy",
         f"strategy={kind.name!r} contradicts TF_CONFIG, which describes a {resolved} job",
-        fix=f"call make_strategy() without a strategy, or start the job with --strategy {kind}",
+        fix="call make_strategy() without a strategy, or start the job with "
+        + ("--elastic" if kind.is_elastic else f"--strategy {kind}"),
         code="other-strategy",
     )
     if kind is AUTO:

@@ -181,7 +181,7 @@ class Ring:
         """Fill `array` with the root's elements. Each worker passes them on as they arrive."""
         blocks, hops = _blocks(array), self._hops_from(root)
         with self._at_sum():
-            self._agree([array], of, within_s=CALL_S)
+            self._agree([array], of)  # the root may compute its value for hours
             into = blocks if hops else []
             self._relay(into, blocks if hops < self._size - 1 else [], ahead=len(into) and 1)
 

@@ -33,7 +33,6 @@ from tfdist.options import HOSTS, PS, RESTARTS, RUN_DIR, UNCOUNTED_RESTARTS
 from tfdist.submit.request import JobRequest, pairs, wrong
 
 KINDS = ("job", "jobset", "trainjob")
-INSTANCE = "app.kubernetes.io/instance"
 
 _NAME = re.compile("[a-z]([a-z0-9-]{0,37}[a-z0-9])?")  # role, number and random letters follow
 _INDEX = "batch.kubernetes.io/job-index"

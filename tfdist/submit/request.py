@@ -46,6 +46,9 @@ class JobRequest:
         if self.launch.evaluator and not self.kind.has_several_tasks:
             fix = "leave --evaluator out, or use --strategy ps, multiworker or pipeline"
             raise wrong("evaluator", "the job has only one process", fix)
+        if self.kind.is_elastic:
+            fix = "use --strategy multiworker with --max_restarts"
+            raise wrong("strategy", "an elastic job runs on one machine", fix)
         for name in self.env:
             if not re.fullmatch(VARIABLE, name):
                 fix = "use only letters, digits and _, and no digit first"

@@ -410,3 +410,20 @@ def _symbolic(spec: tf.TensorSpec | None) -> keras.KerasTensor | None:
     if spec is None:
         return None
     return keras.KerasTensor(spec.shape, spec.dtype.name)
+
+
+def use_averages(model: keras.Model) -> None:
+    """Replace the trained weights by their averages (`use_ema`).
+
+    Keras pairs weights and averages by position. The averages follow the weights for which the
+    optimizer was built, and some of these weights may be frozen now.
+    """
+    optimizer, trained = model.optimizer, {id(v) for v in model.trainable_weights}
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    averaged = inner._trainable_variables if inner.use_ema and inner.built else []
+    if not any(id(v) in trained for v in averaged):
+        averaged = model.trainable_weights
+    frozen = [(v, v.numpy()) for v in averaged if id(v) not in trained]
+    optimizer.finalize_variable_values(averaged)
+    for variable, value in frozen:
+        variable.assign(value)

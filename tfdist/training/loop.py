@@ -26,7 +26,7 @@ from tfdist.strategy.group import sum_over_tasks
 from tfdist.strategy.native import engine_runs
 from tfdist.training import resume
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide
-from tfdist.training.building import compiled_parts, require_as_compiled
+from tfdist.training.building import compiled_parts, require_as_compiled, use_averages
 from tfdist.training.callbacks import (
     History,
     begin_epoch,
@@ -149,10 +149,11 @@ class TrainLoop:
             if model.stop_training or (self.step == epochs.step_starts[epoch] and self._is_over()):
                 break
             logs = self._run_epoch(epoch, is_first=epoch == start)
+        self._settle(logs)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
-            _finalize(model)
+            use_averages(model)
         self._call("on_train_end", logs)
-        self._finish(logs)
+        self._finish()
         return model.history
 
     def _metrics_file(self, callbacks: Sequence[Any]) -> list[MetricsFile]:
@@ -409,6 +410,7 @@ class TrainLoop:
     def _join(self, joined: LoopState) -> None:
         """Begin at the state of the other tasks' loop."""
         self._joined = joined
+        self._seconds_before, self._began_s = joined.loop["run"]["seconds"], time.monotonic()
         self._plan = dataclasses.replace(self._plan, saved=RunState(**joined.loop["run"]))
 
     def _take(self, joined: LoopState) -> None:
@@ -439,21 +441,33 @@ class TrainLoop:
         if self._succession.is_due:
             self._list_callbacks()
             self._succession.take_over(self._callbacks, self._plan.backups, step=self.step)
-            self._is_save_due = True
+            self._is_save_due, self._saved_step = True, None
 
-    def _finish(self, logs: Mapping[str, Any]) -> None:
-        """Wait for unfinished writes, then handle a stop signal received after the last step."""
+    def _settle(self, logs: Mapping[str, Any]) -> None:
+        """Wait for the last save in an elastic job. The successor of a lost chief repeats it.
+
+        The weights and the callbacks may change after it. From here on, the loss of the chief
+        restarts the job.
+        """
+        if self._job.shards is None or not self._job.has_peers:
+            return
         with phases.entered("save"):
             for backup in self._plan.backups:
                 backup.finish()
             self._blocks.engine.say_replaceable(False)
-            mine = np.array(self._requests.slots())
-            slots = sum_over_tasks(self._job, mine, of="signals at the end")
+            any_task(self._job, False, of="the end of the last save")
         self._take_over()
         if self._is_save_due and logs:
             for backup in self._plan.backups:
                 self._save(backup, ended=logs)
+
+    def _finish(self) -> None:
+        """Wait for unfinished writes, then handle a stop signal received after the last step."""
+        with phases.entered("save"):
+            for backup in self._plan.backups:
                 backup.finish()
+            mine = np.array(self._requests.slots())
+            slots = sum_over_tasks(self._job, mine, of="signals at the end")
         signum = signal_of(slots.tolist())
         if signum is not None:
             self._log_and_stop(signum)
@@ -471,6 +485,9 @@ class TrainLoop:
         If `at_epoch_begin`, skip the save, because the end of the previous epoch is already saved.
         The resumed run calls the first hooks of this epoch again.
         """
+        self._take_over()
+        if at_epoch_begin and self._job.shards is not None:
+            at_epoch_begin = not any_task(self._job, self._is_save_due, of="a save that is due")
         if not at_epoch_begin:
             for backup in self._plan.backups:
                 self._save(backup, logs=logs)
@@ -491,20 +508,3 @@ class TrainLoop:
             sum_over_tasks(self._job, np.zeros(1), of="the end of a stopped run")
         phases.enter("done")
         raise Stopped(signum, line)
-
-
-def _finalize(model: keras.Model) -> None:
-    """Replace the trained weights by their averages (`use_ema`).
-
-    Keras pairs weights and averages by position. The averages follow the weights for which the
-    optimizer was built, and some of these weights may be frozen now.
-    """
-    optimizer, trained = model.optimizer, {id(v) for v in model.trainable_weights}
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    averaged = inner._trainable_variables if inner.use_ema and inner.built else []
-    if not any(id(v) in trained for v in averaged):
-        averaged = model.trainable_weights
-    frozen = [(v, v.numpy()) for v in averaged if id(v) not in trained]
-    optimizer.finalize_variable_values(averaged)
-    for variable, value in frozen:
-        variable.assign(value)

@@ -89,7 +89,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         rows = len(keras.tree.flatten(arguments["x"])[0])
         arguments |= {"batch_size": rows, "verbose": 0}
     function = _fit_by.get() if name == "fit" else None
-    if function is None and job is not None and job.kind.has_several_tasks:
+    if function is None and job is not None and job.kind.has_collectives:
         require_no_search(job)
     with fits_by(None), on_the_way(model, _ENGINE[name].__name__):
         return (function or _ENGINE[name])(model, **arguments)

@@ -15,6 +15,7 @@ from keras.src.callbacks import CallbackList
 from tfdist import phases
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.backup import BackupAndRestore
+from tfdist.errors import PeerLost
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.native import engine_runs
 from tfdist.strategy.ring import Members
@@ -45,8 +46,16 @@ class Succession:
         return self._states(callbacks) != self.shared["states"]
 
     def share(self, callbacks: Sequence[Any], *, epoch: int, step: int, has_news: bool) -> None:
-        """Keep the states before a block. A collective."""
-        states = broadcast(self._states(callbacks)) if has_news else self.shared["states"]
+        """Keep the states before a block. A collective.
+
+        If the chief is lost meanwhile, keep the earlier states, which its successor continues.
+        """
+        try:
+            states = broadcast(self._states(callbacks)) if has_news else self.shared["states"]
+        except PeerLost:
+            if self._job.ring is None or self._job.ring.lost:
+                raise
+            return
         self.take({"epoch": epoch, "step": step, "states": states})
 
     def take(self, shared: dict[str, Any]) -> None:
@@ -69,6 +78,7 @@ class Succession:
         own = callbacks.callbacks = chiefs_of(listed)
         with engine_runs(), phases.entered("callback"):
             for backup in backups:
+                backup.repeat_save()
                 backup.on_train_begin()
             prepare_trackers(own, backups, shared["states"])
             callback_state.prepare_to_resume(own, epoch=shared["epoch"])

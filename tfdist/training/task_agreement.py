@@ -26,6 +26,7 @@ from tfdist.data.stream import StreamSource, random_states
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, broadcast, current_job
 from tfdist.strategy.group import ends_differ, of_all_tasks
+from tfdist.strategy.ring import Members
 
 if TYPE_CHECKING:
     from tfdist.training.feed import Feed
@@ -141,6 +142,8 @@ def _number(value: float) -> str:
 
 def _task(job: Job, index: int) -> str:
     """Return the name of the training task with this index."""
+    if job.shards is not None:  # it may have joined later
+        return f"worker-{index}"
     return str(job.config.cluster.training_tasks()[index]) if job.config else f"task {index}"
 
 
@@ -168,7 +171,9 @@ def _require_same_ends(job: Job, feed: Feed, last: int) -> None:
         del feed.ends[: len(mine)]
     (others,) = np.nonzero((table != table[0]).any(axis=1))
     if others.size:
-        firsts = [(end if end >= 0 else last, index) for index, end in enumerate(table[:, 1])]
+        absent = job.ring.absent if isinstance(job.ring, Members) else ()
+        ends = ((end, index) for index, end in enumerate(table[:, 1]) if index not in absent)
+        firsts = [(end if end >= 0 else last, index) for end, index in ends]
         (first, one), (later, other) = min(firsts), max(firsts)
         end = _end(later, _task(job, other)) if later < last else f"not in {_task(job, other)}"
         raise ends_differ(_end(first, _task(job, one)), end)

@@ -171,7 +171,7 @@ def search(  # noqa: D417, PLR0913
 
     Raises:
       UsageError: An argument is invalid, or no host can start trials.
-      TfdistError: Too many trials failed, or the best trial could not be trained again.
+      TfdistError: Too many trials failed.
       SystemExit: The process runs a trial that is done, or the sweep was stopped by a signal.
     """
     options = RunOptions(

@@ -58,11 +58,15 @@ class Faults(keras.callbacks.Callback):
 
 
 class Backup(tfdist.BackupAndRestore):
-    """Dies before a save."""
+    """Dies before a save, or within its write."""
 
     def save(self, *args, **options):
         faults.meet("save")
         super().save(*args, **options)
+
+    def _write(self, *args, **options):
+        faults.meet("write")
+        return super()._write(*args, **options)
 
 
 strategy = tfdist.make_strategy()
@@ -103,6 +107,8 @@ print(
     "DIGEST", hashlib.sha256(state + json.dumps(history.history).encode()).hexdigest(), flush=True
 )
 if tfdist.is_chief():
+    steps = [each.store.latest() for each in backups]
+    assert steps == [6 * 8] * len(backups), steps
     model.load_weights(best)
     lines = map(json.loads, (tfdist.run_dir() / "metrics.jsonl").read_text().splitlines())
     written = [{**line, "examples_per_second": 0} for line in lines]
