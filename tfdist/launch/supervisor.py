@@ -186,11 +186,10 @@ class _Decision:
             case MemberReplaceable(task=task):
                 state.tasks[task].is_replaceable = event.is_replaceable
             case Resize(workers=workers):
-                if state.is_ending or state.is_done or not membership.epoch:
-                    self._say(f"not changing to {workers} workers: the job is starting or ending")
-                    return
-                if workers < (state.min_workers or 1):
-                    self._say(f"not changing to {workers} workers: it needs {state.min_workers}")
+                least, is_steady = state.min_workers or 1, membership.epoch and not state.is_ending
+                if workers < least or state.is_done or not is_steady:
+                    why = f"it needs {least}, or is starting or ending"
+                    self._say(f"not changing to {workers} workers: {why}")
                     return
                 self._say(f"changing to {workers} workers")
                 state.num_workers = workers

@@ -446,8 +446,7 @@ class TrainLoop:
     def _settle(self, logs: Mapping[str, Any]) -> None:
         """Wait for the last save in an elastic job. The successor of a lost chief repeats it.
 
-        The weights and the callbacks may change after it. From here on, the loss of the chief
-        restarts the job.
+        From here on, the loss of the chief restarts the job, because the weights may change.
         """
         if self._job.shards is None or not self._job.has_peers:
             return
@@ -466,8 +465,7 @@ class TrainLoop:
         with phases.entered("save"):
             for backup in self._plan.backups:
                 backup.finish()
-            mine = np.array(self._requests.slots())
-            slots = sum_over_tasks(self._job, mine, of="signals at the end")
+            slots = sum_over_tasks(self._job, np.array(self._requests.slots()), of="last signals")
         signum = signal_of(slots.tolist())
         if signum is not None:
             self._log_and_stop(signum)
