@@ -27,7 +27,7 @@ LINES = {
     "strategy": 3_147,
     "data": 2_669,
     "checkpoint": 2_803,
-    "training": 8_531,
+    "training": 8_529,
     "ps, pipeline": 4_892,
     "elastic": 1_351,
     "tuning": 2_882,

@@ -157,12 +157,10 @@ class TrainLoop:
         return model.history
 
     def _metrics_file(self, callbacks: Sequence[Any]) -> list[MetricsFile]:
-        plan = self._plan
-        if plan.run.fast_dev_run:
+        first = self._plan.initial_epoch
+        if self._plan.run.fast_dev_run:
             return []
-        return metrics_file(
-            callbacks, self._epochs, job=self._job, initial_epoch=plan.initial_epoch
-        )
+        return metrics_file(callbacks, self._epochs, job=self._job, initial_epoch=first)
 
     def _run_epoch(self, epoch: int, *, is_first: bool) -> dict[str, Any]:
         """Run the rest of an epoch and its validation, and return the epoch's logs."""
