@@ -1,13 +1,13 @@
-"""``python -m benchmarks.elastic``: elastic jobs beside multiworker and torchft.
+"""``python -m benchmarks.elastic``: elastic jobs beside multiworker and torchft, in ELASTIC.md.
 
-Writes `benchmarks/ELASTIC.md`. Each round of the first part starts a job of multiworker, an elastic
+Each round of the first part starts a job of multiworker, an elastic
 job with 2 shards, and one with 4 shards. A job trains a CNN of 1.2 M parameters (batch size 128,
 SGD with momentum) and a dense model of 670 k parameters (batch size 64, Adam) on two workers. Each
 worker is pinned to a core. The other parts kill worker 1 or worker 2 of a job of three workers,
 which share all cores. This job trains the CNN with batch size 120. All tasks use one thread, and
 the launcher forks them.
 
-Expected, before the first measurement:
+Expected, before the first run and after a look at CPU times on a busy machine:
 
 - the CNN's step takes 0.95 of multiworker's time with 2 shards, and 1.10 with 4. Each worker sends
   the same bytes, and a second shard per worker costs its calls and one addition of the gradients;
