@@ -195,19 +195,19 @@ def _of_tensorflow() -> None:
     strategy = tfdist.make_strategy()
     rank = strategy.cluster_resolver.task_id
 
-    @tf.function(reduce_retracing=True)
-    def sum_of(array: tf.Tensor) -> tf.Tensor:
-        return strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", array))
+    def in_replica(call: Callable[..., Any]) -> Callable[..., Any]:
+        run = tf.function(lambda array: strategy.run(call, args=(array,)), autograph=False)
+        return lambda array: run(array).numpy()
 
-    @tf.function(reduce_retracing=True)
-    def all_of(array: tf.Tensor) -> tf.Tensor:
-        return strategy.run(lambda: tf.distribute.get_replica_context().all_gather(array, axis=0))
+    context = tf.distribute.get_replica_context
+    sum_of = in_replica(lambda array: context().all_reduce("SUM", tf.identity(array)))
+    all_of = in_replica(lambda array: context().all_gather(tf.identity(array), axis=0))
 
     def calls_of(size: int) -> Calls:
         array = tf.fill([size // 4], float(rank))
         return {
-            "all_reduce": lambda: sum_of(array).numpy(),
-            "all_gather": lambda: all_of(array).numpy(),
+            "all_reduce": lambda: sum_of(array),
+            "all_gather": lambda: all_of(array),
         }
 
     measure("tensorflow", calls_of, lambda s: float(tfdist.all_gather(s).max()), rank)

@@ -200,7 +200,7 @@ class Ring:
                 return np.array(rows[self._rank])
             came = np.empty((self._size - hops, *rows.shape[1:]), rows.dtype)
             self._relay(_row_blocks(came), _row_blocks(came[:-1]), ahead=1)
-        return np.array(came[-1])
+        return came[0] if len(came) == 1 else np.array(came[-1])  # let the other rows go
 
     def rows_to_root(self, row: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
         """Return the rows of all workers in the root, and `None` in the other workers."""
@@ -208,13 +208,14 @@ class Ring:
         with self._at_sum():
             self._agree([row], of, within_s=CALL_S)
             came = np.empty((hops, *row.shape), row.dtype)
-            came[0] = row
-            blocks = _row_blocks(came)
-            into = _row_blocks(came[1:])
-            self._relay(into, blocks if hops < self._size else [], ahead=0)
-        if hops < self._size:
-            return None
-        return came[[(root - rank) % self._size for rank in range(self._size)]]
+            order = list(range(hops))  # of arrival. In the root, each row is received in its place.
+            if hops == self._size:
+                order = [(self._rank - far) % self._size for far in order]
+            came[order[0]] = row
+            own, *others = [_blocks_of_row(came, index) for index in order]
+            into = [block for blocks in others for block in blocks]
+            self._relay(into, [*own, *into] if hops < self._size else [], ahead=0)
+        return came if hops == self._size else None
 
     def sum_to_root(self, array: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
         """Return the sum over the workers in the root, and `None` in the other workers."""
