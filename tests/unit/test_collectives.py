@@ -37,9 +37,13 @@ def tasks(request, monkeypatch):
     own = threading.local()
     monkeypatch.setattr(collectives, "_own_job", lambda name: own.job)
     if request.param == "tensorflow":
-        monkeypatch.setattr(
-            group, "sum_over_tasks", lambda job, values, of: job.hidden.sum(values)[0]
-        )
+
+        def by_tensorflow(job, values, of):
+            types = ("float64", "float32", "float16", "bfloat16", "int64", "int32")
+            assert values.dtype.name in types, "TensorFlow cannot sum this type"
+            return job.hidden.sum(values)[0]
+
+        monkeypatch.setattr(group, "sum_over_tasks", by_tensorflow)
 
     def run(count, call):
         def one(ring, rank):
