@@ -384,7 +384,7 @@ class LaunchFlags(HostFlags, JobSettings):
     resume: bool = option(False, "continue the newest unfinished run of this command in runs/")
     elastic: bool = option(
         False,
-        "let a multiworker job on CPUs go on without a lost worker, with the same results",
+        "let a multiworker job on CPUs continue if a worker is lost, with the same results",
         identifies=True,
     )
     metrics_port: int | None = option(

@@ -192,7 +192,7 @@ def _get(callback: Any) -> Any:
     if hasattr(callback, "get_state"):
         return callback.get_state()
     if isinstance(callback, keras.callbacks.TensorBoard):
-        # The steps after the checkpoint do not write the buffered events again.
+        # A resumed run does not repeat the buffered events, so write them now.
         for writer in getattr(callback, "_writers", {}).values():
             writer.flush()
     names = _attributes_of(callback)

@@ -116,7 +116,7 @@ def set_own_arrays(model: keras.Model, arrays: Mapping[str, Any]) -> None:
 
 
 def renew_constants(model: keras.Model) -> None:
-    """Update the layers that compute with copies of their weights after new weights are set."""
+    """After new weights are set, update the layers that compute with copies of their weights."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()
@@ -206,7 +206,7 @@ def require_shape(array: Any, shape: tuple[int, ...], variable: Any, *, where: s
 def require_same_configuration(
     saved: Mapping[str, Sequence[Settings]] | None, mine: dict[str, list[Settings]], *, where: str
 ) -> None:
-    """Raise UsageError with the settings that differ in a saved run. `None` passes."""
+    """Raise UsageError with the settings that differ in a saved run (`None`: not compared)."""
     differences = [] if saved is None else list(_differences(saved, mine))
     require(
         not differences,

@@ -66,7 +66,7 @@ def files_in(system: Any, root: str) -> list[str]:
 
 
 def retrying(action: Callable[..., _T], *args: Any) -> _T:
-    """Call the action, again after an error, and return its result. Raise the last error."""
+    """Call the action, retry it after an error, and return its result. Raise the last error."""
     for number in range(1, _TRIES):
         try:
             return action(*args)

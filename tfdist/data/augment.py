@@ -25,7 +25,7 @@ _Numbers = np.float64 | np.ndarray[Any, Any]
 
 
 class _Own:
-    """Base class of this module's transforms. A call applies a `Compose` of only it."""
+    """Base class of this module's transforms. A call applies a `Compose` of this transform."""
 
     __slots__ = ()
 

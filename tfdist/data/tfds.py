@@ -72,7 +72,7 @@ def from_tfds(
 def prepare(name: str, *, data_dir: str | Path | None = None, timeout_s: float = 3600.0) -> Any:
     """Return the TFDS builder of a dataset, and prepare the dataset if necessary.
 
-    One process prepares the dataset, and the others log that they wait. If it dies, its lock ends.
+    One process prepares the dataset. The others log that they wait, until its lock is released.
     """
     builder = _builder(name, data_dir)
     if builder.is_prepared():

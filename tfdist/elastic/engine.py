@@ -59,7 +59,7 @@ class ElasticEngine(SynchronousEngine):
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
-        """Run the steps ``[first, last)``. A collective: every task calls it alike."""
+        """Run the steps ``[first, last)``. A collective: every task makes the same call."""
         shards = self._programs.get(program)
         if shards is None:
             shards = self._programs[program] = _Shards(program, self._job)

@@ -50,7 +50,7 @@ class Failure:
     """Exit code of the job."""
     at_s: float
     kind: str = ""
-    """Text that equal failures share: the program's error, independent of the process's exit."""
+    """Text to compare failures by: the program's error, without the process's exit."""
     step: int | None = None
     """Highest step that any task had reported."""
     detect_s: float | None = None
@@ -333,7 +333,7 @@ class Watchdog:
         if silent:
             suspect = min(silent, key=lambda task: (not task.is_stopped, task.beat_s))
             return suspect, self._text_of_silence(suspect, now_s)
-        if owing := self._overdue_work(now_s, early_s=LATE_S):  # the chief may have been late first
+        if owing := self._overdue_work(now_s, early_s=LATE_S):  # the chief's deadline may be first
             suspect, since_s = min(owing, key=lambda owed: owed[1])
             return suspect, f"its work unit is unfinished after {now_s - since_s:.0f} s"
         able = [task for task in judged if task.phase in WAITING or task in late]

@@ -120,7 +120,7 @@ def resume_command(options: LaunchOptions, run_dir: Path) -> str:
 
 
 def _launcher() -> list[str]:
-    """Return the words that start the launcher as this process was started."""
+    """Return the first words of a command that starts the launcher: as the user started it."""
     python, *rest = sys.orig_argv
     if rest and rest[0] == shutil.which("tfdist"):
         return ["tfdist", "launch"]

@@ -142,7 +142,7 @@ class MemberAdmits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReplaceable:
-    """Begin or end of the part of a member's program in which others can replace the chief."""
+    """Message of the chief that another member can replace it from now on, or no longer."""
 
     task: Task
     is_replaceable: bool

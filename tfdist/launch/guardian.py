@@ -40,8 +40,8 @@ def die_with(parent: int, signum: int = signal.SIGKILL) -> None:
 def bound_command(command: Sequence[str], *, signum: int = signal.SIGKILL) -> list[str]:
     """Return a command that runs `command` and is signalled when this process exits.
 
-    The first word of `command` is a path. With SIGTERM, a launcher tells its tasks to save when
-    its caller is killed.
+    The first word of `command` is a path. If `command` is a launcher, use SIGTERM: the launcher
+    then tells its tasks to save.
     """
     words = (_BOUND, str(os.getpid()), str(int(signum)))
     return [sys.executable, "-I", "-S", __file__, *words, *command]

@@ -198,7 +198,7 @@ def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
     if not environ.get(tf_config.VARIABLE, "").strip():
         return
     if settings.text(environ, CLUSTER) not in ("", "auto", "tf_config"):
-        return  # the user has named another source
+        return  # TFDIST_CLUSTER names another source than TF_CONFIG
     config = None
     with contextlib.suppress(UsageError):  # an ignored TF_CONFIG may be invalid
         config = tf_config.from_environ(environ)
@@ -396,7 +396,7 @@ class JobRun:
     def run(self) -> int:
         """Run the attempts and return the exit code, with no process left running.
 
-        The report is written after each attempt. The last lines of output are on the result.
+        The report is written after each attempt. The last lines of output describe the result.
 
         Raises:
             TfdistError: The run directory is not writable. No task was started.

@@ -40,7 +40,7 @@ class MemberLinks:
       most: Number of workers that the job can have.
       task_of: Function that returns the task of a process, or `None`.
       watch: Function that calls a handler when a file descriptor is ready.
-      unwatch: Function that ends this.
+      unwatch: Function that stops the watch of a file descriptor.
       tell: Function that receives the members' events.
     """
 

@@ -1,6 +1,6 @@
 """Membership of an elastic job: which tasks compute together, decided by the launcher.
 
-The launcher knows the members and nothing of the training. Each change is the next view. All
+The launcher knows the members, not their training. Each change of the members makes a new view. All
 members leave the old view and answer with their number of finished operations. When all have
 answered, the launcher lets them go on, with new sockets between them. Survivors differ by at most
 one operation, because an operation needs a part of each member. A member that is behind gets the

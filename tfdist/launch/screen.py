@@ -257,7 +257,7 @@ class JobScreen:
         return output
 
     def announce(self, text: str) -> None:
-        """Show a line of the launcher in the tasks' output, unless it is quiet."""
+        """Show a line of the launcher in the tasks' output, unless the launcher is quiet."""
         if not self.is_quiet:
             self.out.say(text)
 

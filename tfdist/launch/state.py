@@ -298,7 +298,7 @@ class JobState:
         return self.has_servers and task.type == "worker"
 
     def is_member(self, task: Task) -> bool:
-        """Return whether a task is a worker of an elastic job, which goes on without the task."""
+        """Return whether a task is an elastic worker that the job can lose."""
         if self.membership is None or task.type != "worker":
             return False
         is_replaceable = task != self.chief or self.tasks[task].is_replaceable

@@ -188,7 +188,7 @@ class _Decision:
             case Resize(workers=workers):
                 least, is_steady = state.min_workers or 1, membership.epoch and not state.is_ending
                 if workers < least or state.is_done or not is_steady:
-                    why = f"it needs {least}, or is starting or ending"
+                    why = f"the job needs {least}, or is starting or ending"
                     self._say(f"not changing to {workers} workers: {why}")
                     return
                 self._say(f"changing to {workers} workers")

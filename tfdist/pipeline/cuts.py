@@ -308,7 +308,7 @@ def _graph_inside(operation: Any) -> Any:
 
 
 def _in_place(functional: Any) -> tuple[Any, dict[int, tuple[str, ...]]]:
-    """Return a graph in which the calls of their layers replace inner models.
+    """Return a graph in which each inner model is replaced by the calls of its layers.
 
     Also return the names of a call's inner models, outermost first, by the `id` of its outputs.
     """

@@ -135,7 +135,7 @@ class PipelineEngine(Engine):
         return staged
 
     def _peek(self, feed: Feed, step: int) -> Part:
-        """Return a step's batch before the step. The step reuses a batch read from a stream."""
+        """Return the batch of a later step. That step reuses the batch if it is from a stream."""
         if feed.direct:
             return feed.at(tf.constant(step, tf.int64))[0]
         if (feed, step) not in self._peeked:

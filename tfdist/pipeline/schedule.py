@@ -104,7 +104,7 @@ def most_kept(order: Sequence[Pass]) -> int:
     return max(itertools.accumulate(1 if one.forward else -1 for one in order), default=0)
 
 
-# Balance: the choice of cuts with the fastest slowest stage.
+# Balance: cuts that make the slowest stage as fast as possible.
 
 
 def balanced(
@@ -193,7 +193,7 @@ def _cheapest(
         (low, weights_before), (high, weights_then) = sums[start], sums[end]
         return weights_before < weights_then and high - low + lead * low <= within
 
-    # Best cuts by the end of the stages so far. A cut has the index of the run before it.
+    # Bytes and cuts of the best stages so far, by their end. A cut is the index of the run before.
     found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, stages):
         found = {

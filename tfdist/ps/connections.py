@@ -115,7 +115,7 @@ class Connections:
 
     def connect(self, workers: Collection[int]) -> None:
         """Connect to `workers` and all ps. Call it before creating anything on them."""
-        # As in TensorFlow's coordinator: one call to a worker at a time, without waiting for it.
+        # As in TensorFlow's coordinator: one open call for each worker, and no async executors.
         os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
         os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
         filters = server_lib.ClusterDeviceFilters()

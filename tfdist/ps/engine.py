@@ -584,7 +584,7 @@ def _variables_of(op: Any) -> list[Any]:
 def _writes(op: Any) -> bool:
     """Return whether an operation may write.
 
-    A loop that only reads (as in recurrent layers) does not: the wait would cost a message.
+    Return False for a loop that only reads (recurrent layers): a wait would cost a message.
     """
     if op.type in _LOOPS:
         body = op.graph._get_function(op.get_attr("body").name)

@@ -65,7 +65,7 @@ def broadcast(value: Any = None, root: int = 0) -> Any:
     of = _described("broadcast", (), "", job, root)
     try:
         value = _decoded(job, text, arrays, root=root, is_root=is_root, of=of, receive=_from_root)
-    except ValueError:  # an elastic job has lost the chief within the text
+    except ValueError:  # an elastic job lost the chief while it sent the text
         if not isinstance(job.ring, Members):
             raise
     if isinstance(job.ring, Members):
@@ -314,7 +314,7 @@ def _described(
     """Return the text of this call, and check that it is the same in all tasks."""
     of = " ".join(filter(None, [name, details, f"with root {root}" if root is not None else ""]))
     if job.ring is not None:
-        return of  # rings compare text, types and shapes, and members of elastic jobs the text
+        return of  # rings compare text, types and shapes. Elastic members compare only the text
     call = f"{of} {[(array.dtype.name, array.shape) for array in arrays]}"
     checks = group.of_all_tasks(job, [zlib.crc32(call.encode())], of=of)
     require(

@@ -54,7 +54,7 @@ def usable_cores() -> int:
 def grow_gpu_memory() -> None:
     """Let TensorFlow allocate GPU memory on demand, so that processes can share a GPU.
 
-    TensorFlow refuses this for a GPU that the program has divided: each part has a limit.
+    If the program has divided a GPU, TensorFlow refuses this, because each part has a limit.
     """
     for gpu in tf.config.list_physical_devices("GPU"):
         if not tf.config.get_logical_device_configuration(gpu):

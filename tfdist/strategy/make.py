@@ -75,7 +75,7 @@ def make_strategy(  # noqa: PLR0913
         TF_CONFIG, else all).
       split_bytes: Size in bytes above which a ps job splits a trainable variable over the
         parameter servers (default: TF_CONFIG, else no split).
-      elastic: Let a multiworker job on CPUs continue without a lost worker (default: TF_CONFIG,
+      elastic: Let a multiworker job on CPUs continue if a worker is lost (default: TF_CONFIG,
         else False). A single process computes the same results as such a job.
       shards: Parts of each batch in an elastic job (default: TF_CONFIG, else 4, or 8 for more
         than 4 workers).
@@ -137,7 +137,7 @@ def make_strategy(  # noqa: PLR0913
     if job.has_peers and job.shards is None:  # survivors of an elastic job do not meet here
         share_generators()
     if config is not None and config.task.type == "evaluator":
-        # The chief may be done before this task needs to know.
+        # Start the watch now: the chief may exit before this task asks for its exit.
         rendezvous.chief_watch(config, timeout_s=options.startup_timeout_s)
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
     uses = {name: kind.name in table(JobOptions)[name].strategies for name in of_some}
@@ -162,7 +162,7 @@ def _resolve(
         require(
             bool(kind.elastic_form),
             "make_strategy(elastic)",
-            f"a job of strategy {kind} cannot continue without a lost worker",
+            f"a job of strategy {kind} cannot continue if a worker is lost",
             fix="use strategy multiworker, or leave out elastic",
             code="no-elastic",
         )

@@ -200,7 +200,7 @@ class Ring:
                 return np.array(rows[self._rank])
             came = np.empty((self._size - hops, *rows.shape[1:]), rows.dtype)
             self._relay(_row_blocks(came), _row_blocks(came[:-1]), ahead=1)
-        return came[0] if len(came) == 1 else np.array(came[-1])  # let the other rows go
+        return came[0] if len(came) == 1 else np.array(came[-1])  # free the other rows
 
     def rows_to_root(self, row: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
         """Return the rows of all workers in the root, and `None` in the other workers."""
@@ -261,7 +261,7 @@ class Ring:
         ahead: int,
         arrived: Callable[[int], None] = lambda block: None,
     ) -> None:
-        """Receive blocks while sending blocks, `ahead` blocks later."""
+        """Receive the blocks `into` and send the blocks `out`, each `ahead` turns later."""
         for step in range(max(len(into), len(out) + ahead if out else 0)):
             sent = step - ahead
             block = out[sent : sent + 1] if sent >= 0 else ()
@@ -466,7 +466,7 @@ def _row_blocks(rows: np.ndarray) -> list[memoryview]:
 
 @functools.lru_cache(maxsize=64)
 def chunks_of(sizes: tuple[int, ...], count: int, *, apart: bool) -> list[list[_Piece]]:
-    """Divide arrays of these sizes into `count` chunks: each array, or with `apart` False, all."""
+    """Divide each array (if `apart`) or all arrays together into `count` chunks."""
     if apart:
         bounds = [_bounds(size, count) for size in sizes]
         return [

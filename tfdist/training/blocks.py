@@ -138,7 +138,7 @@ def any_task(job: Job, value: bool, *, of: str) -> bool:
 class BlockRunner:
     """Runs a model's program block by block, and reads the metrics between blocks.
 
-    Every training task creates a runner for each program and calls it alike.
+    Every training task creates a runner for each program and makes the same calls.
 
     Attributes:
       length: length policy of the next block.
@@ -185,7 +185,7 @@ class BlockRunner:
                 self.logs = self.engine.finish(self.program)
 
     def metrics(self, logs: Mapping[str, float]) -> dict[str, Any]:
-        """Return the model's metrics over all replicas. A collective: every task calls it alike.
+        """Return the model's metrics over all replicas. A collective.
 
         As in Keras, `logs` of a custom step replace the metrics if their names differ from the
         names of the model's metrics.

@@ -1,6 +1,6 @@
 """Keras callbacks under every strategy: their tasks and their steps.
 
-All tasks run the user's callbacks on the same logs, so all tasks decide alike. Callbacks that write
+All tasks run the user's callbacks on the same logs, so they decide the same. Callbacks that write
 files run only on the chief. Batch hooks run once per step block, for the last batch of the block. A
 callback that needs every batch forces blocks of one step, which are slower. A tfdist callback can
 set three class attributes. ``once_a_range = True``: its hooks need only the last batch of a block.
@@ -182,7 +182,7 @@ def counting_steps(
 ) -> Iterator[None]:
     """Set the call counter of Keras' TensorBoard to the number of steps done.
 
-    If `update_freq` falls into the block, TensorBoard writes at its end, as the last due step.
+    If TensorBoard has to write within the block, it writes at the end, with the last due step.
     """
     boards = [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]
     done = [board._global_train_batch + last - first for board in boards]
@@ -198,7 +198,7 @@ def counting_steps(
 def count_test_steps(callbacks: Sequence[keras.callbacks.Callback], steps: int) -> None:
     """Add a validation block's steps to the call counter of Keras' TensorBoard.
 
-    TensorBoard uses the counter to decide which validations it writes over the iterations.
+    The counter decides for which validations TensorBoard writes `evaluation_*_vs_iterations`.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.TensorBoard):

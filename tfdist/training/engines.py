@@ -52,7 +52,7 @@ class SynchronousEngine(Engine):
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
-        """Run the steps ``[first, last)``. A collective: every task calls it alike."""
+        """Run the steps ``[first, last)``. A collective: every task makes the same call."""
         if program not in self._blocks:
             self._blocks[program] = self._traced_block(program, first, last)
         function, gathers = self._blocks[program]
@@ -247,7 +247,7 @@ def _unpacked(kept: tf.Tensor, like: Any) -> Any:
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """Return the rows of all parts as an array, or as in Keras ragged if their shapes differ.
+    """Return the rows of all parts as an array (ragged if their shapes differ, as in Keras).
 
     Numbers are stacked. Ragged or sparse rows stay ragged or sparse.
     """

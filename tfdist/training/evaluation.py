@@ -351,7 +351,7 @@ def evaluate_checkpoints(
     with StopRequests() as requests:
         try:
             while True:
-                is_over = watch.done()  # checked before the newest name, which is then the last
+                is_over = watch.done()  # before the next line: then no newer name follows
                 name = store.newest_name()
                 # Read the file: an earlier process of this task may have evaluated it already.
                 done = {line.get("checkpoint") for line in evaluator.files.lines()} | unread

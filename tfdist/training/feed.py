@@ -108,8 +108,8 @@ class Feed(abc.ABC):
       records: True to fill `Part.examples`. Set it before the first use of the feed.
       digests: digests by step of batches that several tasks read fully and compare.
       digests_cover_inputs: False if inputs may differ between tasks, as with augmentation.
-      ends: batch counts of the run at which a pass ended, for data of unknown length that several
-        tasks read fully and compare, else `None`.
+      ends: numbers of batches after which a pass ended (`None` unless several tasks read data of
+        unknown length and compare these ends).
       failure: exception of Python code that reads data (TensorFlow reports only its text).
     """
 

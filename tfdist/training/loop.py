@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _TIME_IS_OVER = (
-    "max_time: the run stops after %.3g s at step %d; a longer max_time continues a backup"
+    "max_time: the run stops after %.3g s at step %d; a backup resumes with a longer max_time"
 )
 
 
@@ -88,7 +88,7 @@ class RunPlan:
 class TrainLoop:
     """Runs the epochs of one `fit`, from the first or resumed step to the end or a stop.
 
-    Every training task creates a loop and calls it alike.
+    Every training task creates a loop and makes the same calls.
 
     Attributes:
       step: number of steps done in the run.

@@ -90,7 +90,7 @@ class RunObserver(keras.callbacks.Callback):
     """Callback of `fit` that observes every step of the run."""
 
     def observe(self, program: StepProgram, job: Job) -> StepObserver:
-        """Return the observer of the program's steps. A collective: every task calls it alike."""
+        """Return the observer of the program's steps. A collective."""
         raise NotImplementedError
 
 
@@ -108,7 +108,7 @@ class LoopState:
 
 
 class Engine(Protocol):
-    """Runs step blocks of a program. Every training task calls it alike.
+    """Runs step blocks of a program. Every training task makes the same calls.
 
     This is the whole interface between a kind of strategy and the loop, evaluation and `StepLoop`.
     `tfdist.kinds` names the class of each kind. An engine may keep state outside the
@@ -145,7 +145,7 @@ class Engine(Protocol):
 
     @property
     def joining(self) -> int | None:
-        """Task that waits to join the loop, in the chief of an elastic job."""
+        """In the chief of an elastic job, the task that waits to join the loop."""
         return None
 
     def admit(self, task: int, state: Callable[[], LoopState]) -> None:
@@ -405,7 +405,7 @@ def as_number(value: tf.Tensor) -> Any:
 def with_metric_logs(logs: dict[str, Any], program: StepProgram, job: Job) -> dict[str, Any]:
     """Return a step's logs, with logs computed from metrics taken over all replicas and steps.
 
-    A collective, after `Engine.publish_metrics`: every task calls it alike.
+    A collective. Call it after `Engine.publish_metrics`.
     """
     found = program.metric_logs.read(job.strategy)
     return {**logs, **{name: as_number(value) for name, value in found.items()}}

@@ -61,7 +61,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         return original(model, *args, **kwargs)
     by_keras = "_use_cached_eval_dataset" in kwargs  # an evaluation inside Keras' own fit
     if name.endswith("_on_batch") and job is not None and not job.kind.has_stages:
-        # Replicas of a mirrored job all compute the same gradient, but they join their outputs.
+        # Keras runs the whole batch on each mirrored replica: updates agree, outputs are joined.
         computes_alike = name == "train_on_batch" and job.kind.is_one_process
         by_keras = job.num_replicas == 1 or computes_alike
     if by_keras:

@@ -46,7 +46,7 @@ class StopRequests:
     no `Stopped` has answered the signal, it then sends the signal again to the old handler.
 
     A task may stop because of another task's signal. It then treats its own first signal as the
-    same request, even after the exit. When the first task exits, a launcher or scheduler signals
+    same request, also after the block. When the first task exits, a launcher or scheduler signals
     the other tasks, which may still be writing.
 
     Args:

@@ -258,7 +258,7 @@ class TunerSweep(Sweep):
         return search_of(self._tuner, self.options.sweep_dir, begun)
 
     def variables_of(self, trial: Trial, seed: int) -> dict[str, str]:
-        """Return the assignment of a trial. A trial that continues another uses its checkpoints."""
+        """Return the assignment of a trial. A trial may continue another trial's checkpoints."""
         sweep_dir = self.options.sweep_dir.absolute()
         trials = sweep_dir / TRIALS
         return Assignment(

@@ -214,7 +214,7 @@ def _others(space: Iterable[Any], values: Mapping[str, Any]) -> Iterator[dict[st
 def _telling(one: Any) -> list[Any]:
     """Return the values of a hyperparameter on which others may depend.
 
-    These are all strings and booleans, but only the range ends of numbers, to build few models.
+    These are all strings and booleans. Of a number, only the ends of its range are tried.
     """
     match type(one).__name__:
         case "Choice" | "Boolean":

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrialFailed(BaseException):
-    """Error of a trial, as `__cause__`, that an `except Exception` in the program cannot catch."""
+    """Failure of a trial. `except Exception` does not catch it. Its `__cause__` is the error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ them with their issues, and in a ps job also lists `tfdist.ps.keras_compat`. Eac
     sharding    each worker updates its part of each variable, and has slots only for that part
     kernels     fixed order of sums, oneDNN's kernel for gradients of pools, and an option of `fit`
                 for fewer kernels in normalization, GELU and attention
-    losses      weights a replica's loss by its batch fraction, and means by their examples
+    losses      weights a replica's loss by its batch fraction, and means by numbers of examples
     metrics     results in logs cover all replicas; a number of the step counts once
     variables   reduces statistics with the gradients. Additions and updates are one operation each.
                 Random draws depend only on (seed, step, replica)

@@ -406,7 +406,7 @@ def _attention_by_heads(
 
 @functools.cache
 def _elementwise(function: Callable[[tf.Tensor], tf.Tensor]) -> Any:
-    """Return the function as one kernel. Its gradient, one more kernel, computes it again."""
+    """Return the function as one kernel. The gradient is a kernel that computes it again."""
     forward = _by_xla(function)
 
     @_by_xla

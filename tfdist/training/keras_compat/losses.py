@@ -168,8 +168,8 @@ def _sums_in_step(trace: StepTrace, what: str) -> bool:
     """Return whether replicas can sum at this place. Warn if several replicas cannot."""
     if trace.num_replicas > 1 and not trace.is_in_step():
         warn_once(
-            f"{what} in a loop or condition of the step is divided by the own count of each of "
-            f"{trace.num_replicas} replicas, so it differs from the value on one device. "
+            f"{what} in a loop or condition of the step is divided by each replica's own count "
+            f"({trace.num_replicas} replicas), so it differs from the value on one device. "
             "Fix: compute it in the step itself"
         )
     return trace.num_replicas > 1 and trace.is_in_step()
@@ -201,8 +201,8 @@ def _is_of_examples(value: tf.Tensor, trace: StepTrace, what: str) -> bool:
         return True
     warn_once(
         f"{what} of shape {tuple(value.shape)} on {trace.num_replicas} replicas: tfdist treats its "
-        f"numbers as means over the batch. Fix: return means (sums count 1/{trace.num_replicas} of "
-        "their value on one device)"
+        f"numbers as means over the batch. Fix: return means (a sum counts 1/{trace.num_replicas} "
+        "of its value on one device)"
     )
     return False
 

@@ -294,7 +294,7 @@ def _own(gradient: Any, part: VariablePart) -> Any:
 
 
 def _own_elements(slices: tf.IndexedSlices, part: VariablePart) -> tf.IndexedSlices:
-    """Return this part of a sparse gradient, with an index per element. Dense updates differ."""
+    """Return this part of a sparse gradient, still sparse, because dense updates differ."""
     width = math.prod(part.shape[1:])
     first_of_row = tf.cast(slices.indices, tf.int64) * width - part.first
     places = tf.reshape(first_of_row[:, None] + tf.range(width, dtype=tf.int64), [-1])
