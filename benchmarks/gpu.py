@@ -372,7 +372,7 @@ def rate_of(fit: Callable[..., Any]) -> float:
 
 def torch_rate() -> float | str:
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed"
+        return "not installed"
     import torch
     from torch import nn
 
@@ -402,7 +402,7 @@ def part_backup_memory() -> Figures:
     return {
         "model and optimizer": f"{saving['state']} MiB",
         "process": f"{without['process']} MiB, {more['process']:+} MiB",
-        "GPU": "GPU only" if ON_CPU else f"{without['gpu']} MiB, {more['gpu']:+} MiB",
+        "GPU": "not measured" if ON_CPU else f"{without['gpu']} MiB, {more['gpu']:+} MiB",
     }
 
 

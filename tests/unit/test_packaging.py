@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+import tfdist
 from tfdist import env
 from tfdist.versions import RECEIPTS, verdict, versions
 
@@ -44,6 +45,14 @@ def test_every_required_package_is_in_the_lock():
     names = re.findall(r"^([\w-]+)(?![\w\[-])", "\n".join(wanted), re.MULTILINE)
     normalized = {re.sub(r"[-_.]+", "-", name).lower() for name in names}
     assert normalized - pins("requirements.lock").keys() == set()
+
+
+def test_the_citation_and_the_changelog_have_the_version_and_its_date():
+    citation = (ROOT / "CITATION.cff").read_text()
+    cited = dict(re.findall(r"^(version|date-released): (\S+)$", citation, re.MULTILINE))
+    assert cited["version"] == tfdist.__version__
+    heading = f"## [{cited['version']}] - {cited['date-released']}\n"
+    assert heading in (ROOT / "CHANGELOG.md").read_text()
 
 
 # Versions

@@ -200,7 +200,7 @@ def _require_agreement(kind: Kind) -> None:
 # Callbacks call `int(variable)` and `float(variable)`, for example on `optimizer.learning_rate`.
 # These calls, `"%d" % variable` and `math.log(variable)` raise TypeError if the variable has a copy
 # on each replica. `f"{variable:.4f}"` raises TypeError for every Keras variable.
-# Needed up to TensorFlow 2.21 and Keras 3.15.1, the newest releases.
+# Needed up to TensorFlow 2.22.0rc0 and Keras 3.16.0.dev2026102704.
 
 
 @functools.cache

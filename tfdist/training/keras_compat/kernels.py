@@ -56,7 +56,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
     tfdist traces such a function once per program, and a process has many. TensorFlow would warn
     of this (https://github.com/tensorflow/tensorflow/issues/34025) and has no public option to
-    disable the warning for one function. Needed up to TensorFlow 2.21, the newest release.
+    disable the warning for one function. Needed up to TensorFlow 2.22.0rc0.
     Sums have a fixed order, as in `adding_in_order`.
     """
     made = tf.function(function, autograph=False)

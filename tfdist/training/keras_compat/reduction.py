@@ -237,7 +237,7 @@ def all_reduce(values: Any) -> Any:
 
     `ReplicaContext.all_reduce` is a `tf.custom_gradient`. TensorFlow keeps each custom gradient
     and the graph of its step until the process exits, which is some MiB per trace:
-    https://github.com/tensorflow/tensorflow/issues/97697. Needed up to 2.21, the newest release.
+    https://github.com/tensorflow/tensorflow/issues/97697. Needed up to 2.22.0rc0.
     """
     extended = tf.distribute.get_strategy().extended
     return extended._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, values)
