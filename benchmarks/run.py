@@ -33,6 +33,7 @@ import save_overhead
 import sharded_optimizer
 import single_cnn
 import single_dense
+import single_fit
 import sweep_digits
 import tracker_overhead
 
@@ -41,6 +42,7 @@ ROWS = tuple(
     for module in (
         single_dense,
         single_cnn,
+        single_fit,
         multiworker_cnn,
         multiworker_frameworks,
         multiworker_overhead,

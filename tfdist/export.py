@@ -73,7 +73,11 @@ def _publish(options: Any) -> Path | str:
     samples = _samples(options.samples) if options.samples else None
     # Imported here, so that a wrong flag is reported before TensorFlow loads (seconds).
     with chatter.hidden():
+        import tensorflow as tf
+
         from tfdist.serving.export import export_model, read_model
+
+        tf.config.list_physical_devices("GPU")  # loads the driver
 
     model, origin = read_model(
         options.source, step=options.step, best=options.best, make=options.model

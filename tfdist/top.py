@@ -20,14 +20,7 @@ from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
 from tfdist.report.pieces import UNKNOWN, clock, duration, number
-from tfdist.report.run_records import (
-    LIVE_FILE,
-    OF_LAUNCHER,
-    is_running,
-    newest_run,
-    reading,
-    runs_in,
-)
+from tfdist.report.run_records import LIVE_FILE, add_run_dir, is_running, job_in, reading
 
 _EVERY_S = 1.0
 _LATE_S = 5.0
@@ -43,9 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    path = Path(arguments.run_dir) if arguments.run_dir else newest_run(OF_LAUNCHER)
     with contextlib.suppress(KeyboardInterrupt):  # the user quits with Ctrl-C
-        _show(runs_in(path, OF_LAUNCHER)[-1], once=arguments.once)
+        _show(job_in(arguments.run_dir), once=arguments.once)
     return EXIT_OK
 
 
@@ -54,8 +46,7 @@ def _parser() -> Parser:
         prog="python -m tfdist.top",
         description="Show the tasks of a job until it ends. Ctrl-C stops the display, not the job.",
     )
-    about = "directory of a run or of several runs (default: the newest run in runs/)"
-    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help=about)
+    add_run_dir(parser)
     parser.add_argument("--once", action="store_true", help="print the table once")
     return parser
 

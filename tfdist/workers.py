@@ -13,7 +13,7 @@ from typing import Any
 from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, UsageError, require
 from tfdist.outputs.run_directory import read_json
-from tfdist.report.run_records import OF_LAUNCHER, REPORT_FILE, is_running, newest_run, runs_in
+from tfdist.report.run_records import REPORT_FILE, add_run_dir, is_running, job_in
 
 _MOST_BYTES = 1 << 16
 _ANSWER_S = 30.0
@@ -25,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    path = Path(arguments.run_dir) if arguments.run_dir else newest_run(OF_LAUNCHER)
-    run_dir = runs_in(path, OF_LAUNCHER)[-1]
+    run_dir = job_in(arguments.run_dir)
     report = read_json(run_dir / REPORT_FILE) or {}
     require(
         is_running(run_dir) and isinstance(report.get("control"), str),
@@ -35,15 +34,16 @@ def _run(arguments: argparse.Namespace) -> int:
         fix="start a job with --elastic, and pass its run directory",
         code="not-elastic",
     )
-    answer = _asked(report["control"], {"workers": arguments.workers}, run_dir)
+    workers = arguments.workers
+    refusal = _asked(report["control"], {"workers": workers}, run_dir)["refusal"]
     require(
-        answer["is_accepted"],
+        not refusal,
         "N",
-        f"{arguments.workers} is not in the range 1 to {answer['most']} of this job",
-        fix="choose another number. A job has at most as many workers as --shards, and 32",
+        f"the launcher refuses {workers} workers: {refusal}",
+        fix="while the job trains, ask for a number from --min_workers to --shards (at most 32)",
         code="bad-value",
     )
-    print(f"{run_dir}: asked the launcher for {arguments.workers} workers")
+    print(f"{run_dir}: the job changes to {workers} workers")
     return EXIT_OK
 
 
@@ -70,8 +70,7 @@ def _parser() -> Parser:
         prog="python -m tfdist.workers",
         description="Change the number of workers of a running elastic job, without a restart.",
     )
-    about = "directory of a run or of several runs (default: the newest run in runs/)"
-    parser.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help=about)
+    add_run_dir(parser)
     parser.add_argument("workers", type=int, metavar="N", help="number of workers")
     return parser
 

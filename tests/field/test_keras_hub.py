@@ -118,7 +118,17 @@ def test_trained_as_by_its_own_fit(strategies, name):
 
 
 def test_a_fit_of_the_scopes_model_reads_examples_by_index(strategies, monkeypatch):
-    """Shuffled by the seed, where its own batches would come in their order."""
+    """Shuffled by the seed, where its own batches would come in their order.
+
+    MLflow's autolog patches `keras.Model.fit`, and sees the call.
+    """
+    by_mlflow, seen = keras.Model.fit, []
+
+    def patched(self, x, *args, **options):
+        seen.append((x, *args))
+        return by_mlflow(self, x, *args, **options)
+
+    monkeypatch.setattr(keras.Model, "fit", patched)
     monkeypatch.setattr(job, "_made", [])
     job.remember(Job(strategy=strategies[2], kind=KINDS["mirrored"]))
     options = {"batch_size": 6, "epochs": 2, "verbose": 0}
@@ -128,6 +138,7 @@ def test_a_fit_of_the_scopes_model_reads_examples_by_index(strategies, monkeypat
     found = one.fit(TEXTS, CLASSES, callbacks=[tfdist.Run(seed=3)], **options)
     wanted = tfdist.fit(other, TEXTS, CLASSES, seed=3, **options)
     assert found.history == wanted.history
+    assert seen == [(TEXTS,)] * 2
     assert difference(one, other) == 0
     assert one.evaluate(TEXTS, CLASSES, verbose=0) == tfdist.evaluate(other, TEXTS, CLASSES)
 

@@ -234,3 +234,24 @@ def test_callbacks_of_a_killed_job_write_what_one_device_writes(
     for name, values in expected.items():
         close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5, err_msg=name)
         keras.tree.map_structure(close, found[name], values)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--strategy=mirrored", "--devices_per_worker=2"),
+        ("--strategy=multiworker", "--workers=2"),
+        ("--strategy=ps", "--workers=1", "--ps=1"),
+        ("--strategy=pipeline", "--workers=2", "--stages=2"),
+        ("--strategy=multiworker", "--workers=3", "--elastic"),
+    ],
+    ids=["mirrored", "multiworker", "ps of one worker", "pipeline", "elastic"],
+)
+def test_a_training_has_the_same_bits_by_either_fit_and_after_a_kill(tmp_path, flags):
+    words = (*flags, "--max_restarts=2", str(PROGRAMS / "killed.py"), str(tmp_path))
+    said = launch(tmp_path / "run", *words, timeout_s=200)
+    assert len(list(tmp_path.glob("*.killed"))) == 2, said
+    assert said.count("killed by SIGKILL") >= 2, said
+    trained = [line.partition("TRAINED ")[2] for line in said.splitlines() if "TRAINED" in line]
+    assert len(trained) >= 4, said
+    assert len(set(trained)) == 1, said

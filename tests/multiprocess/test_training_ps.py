@@ -128,6 +128,14 @@ def test_methods_of_keras_run_on_the_engine_of_a_ps_job(parameter_server, of_one
     assert others == [by_keras] * 2
 
 
+def test_a_search_of_keras_tuner_runs_in_the_chief_of_a_ps_job(parameter_server):
+    seen = parameter_server[1]["search"]
+    (status, best), other = seen["trials"]
+    assert (status, other[0], seen["best"]) == ("COMPLETED", "COMPLETED", 0.1)
+    assert best < other[1]
+    assert seen["evaluated"] == pytest.approx(best, rel=1e-5)
+
+
 def test_ps_puts_metrics_of_every_kind_together(parameter_server):
     _, seen = parameter_server
     model = zoo.judged()

@@ -6,8 +6,10 @@ The members are a model of `tfdist.elastic.mesh` without sockets. A seed gives t
 import json
 import os
 import random
+import selectors
 import socket
 from collections import deque
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import pytest
 from tfdist.cluster import Task
 from tfdist.launch.diagnosis import Watchdog
 from tfdist.launch.events import (
+    NOT_STEADY,
     Awakening,
     Begin,
     Ended,
@@ -30,6 +33,7 @@ from tfdist.launch.members import MemberLinks
 from tfdist.launch.membership import Fence, Go, Knock, Membership, View, Welcome
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import decide
+from tfdist.workers import main
 
 OPERATIONS, DECIDES_EVERY = 12, 2
 HISTORIES = 10_000
@@ -339,26 +343,66 @@ def test_the_chief_stays_in_a_job_of_one_worker():
     assert [t for t in WORKERS if state.tasks[t].is_leaving] == WORKERS[:2]
 
 
-@pytest.mark.parametrize(("workers", "is_accepted"), [(2, True), (5, False), (0, False)])
-def test_the_launcher_answers_a_request_for_workers(workers, is_accepted):
-    handlers, told = {}, []
+@pytest.mark.parametrize(
+    ("workers", "code", "says"),
+    [
+        (2, 0, "run: the job changes to 2 workers"),
+        (1, 2, "N: the launcher refuses 1 workers: the job needs 2 workers. Fix: "),
+        (5, 2, "N: the launcher refuses 5 workers: the job can have 1 to 4 workers. Fix: "),
+        (0, 2, "N: the launcher refuses 0 workers: the job can have 1 to 4 workers. Fix: "),
+        (3, 2, "N: the launcher refuses 3 workers: the job is starting or ending. Fix: "),
+    ],
+)
+def test_a_request_for_workers_prints_the_launchers_decision(
+    workers, code, says, monkeypatch, tmp_path, capsys
+):
+    state = elastic_job(max_restarts=1)
+    state.min_workers, state.is_done = 2, workers == 3
+    selector, told = selectors.DefaultSelector(), []
     links = MemberLinks(
         f"test-{os.getpid()}-{workers}",
         most=4,
         task_of=lambda pid: None,
-        watch=lambda fd, handler, *args: handlers.update({fd: (handler, args)}),
-        unwatch=lambda fd: handlers.pop(fd, None),
+        watch=lambda fd, handler, *args: selector.register(
+            fd, selectors.EVENT_READ, (handler, args)
+        ),
+        unwatch=selector.unregister,
         tell=told.append,
     )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
-        end.connect(f"\0{links.name}")
-        end.send(json.dumps({"workers": workers}).encode())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tfdist.workers.is_running", lambda run_dir: True)
+    Path("run").mkdir()
+    Path("run/report.json").write_text(json.dumps({"control": links.name}))
+    with futures.ThreadPoolExecutor() as threads:
+        program = threads.submit(main, ["run", str(workers)])
         for _ in range(2):  # the connection, then the request
-            handler, args = list(handlers.values())[-1]
-            handler(*args)
-        assert json.loads(end.recv(1000)) == {"is_accepted": is_accepted, "most": 4}
+            for key, _ in selector.select():
+                handler, args = key.data
+                handler(*args)
+        for action in happen(state, *told):
+            links.perform(action)
+        assert program.result() == code
     links.close()
-    assert told == [Resize(workers=workers)] * is_accepted
+    assert says in "".join(capsys.readouterr())
+
+
+def test_a_request_between_two_starts_of_a_job_is_refused():
+    selector, ends = selectors.DefaultSelector(), socket.socketpair()
+    links = MemberLinks(
+        f"test-{os.getpid()}-between",
+        most=4,
+        task_of=lambda pid: None,
+        watch=lambda fd, *handler: selector.register(fd, selectors.EVENT_READ),
+        unwatch=selector.unregister,
+        tell=lambda event: None,
+    )
+    ends[0].send(json.dumps({"workers": 2}).encode())
+    selector.register(ends[1].fileno(), selectors.EVENT_READ)
+    links._read_request(ends[1])
+    links.forget()
+    assert json.loads(ends[0].recv(1000)) == {"refusal": NOT_STEADY}
+    ends[0].close()
+    links.close()
 
 
 def test_another_user_gets_no_answer(monkeypatch):

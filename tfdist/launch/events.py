@@ -150,9 +150,12 @@ class MemberReplaceable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resize:
-    """Request of the user for another number of workers in an elastic job."""
+    """Request of the user for another number of workers. `AnswerResize` answers it."""
 
     workers: int
+
+
+NOT_STEADY = "the job is starting or ending"
 
 
 MemberEvent = MemberReady | MemberAcked | MemberKnocks | MemberAdmits | MemberReplaceable | Resize
@@ -259,9 +262,16 @@ class Leave:
     task: Task
 
 
-TaskAction = (
-    Start | Signal | KillOne | AskForStacks | ShowFailure | ShowView | GoOn | Acquaint | Leave
-)
+@dataclass(frozen=True, slots=True)
+class AnswerResize:
+    """Answer the oldest request for another number of workers."""
+
+    refusal: str
+    """Reason of a refusal, "" if the number changes."""
+
+
+MemberAction = ShowView | GoOn | Acquaint | Leave | AnswerResize
+TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure | MemberAction
 Action = TaskAction | Say
 
 

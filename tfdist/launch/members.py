@@ -12,20 +12,26 @@ import json
 import os
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable
 
 from tfdist.cluster import Task
 from tfdist.launch.events import (
     NO_SENSE,
+    NOT_STEADY,
     Acquaint,
+    AnswerResize,
     Event,
     GoOn,
+    Leave,
     MemberAcked,
     MemberAdmits,
     MemberKnocks,
     MemberReady,
     MemberReplaceable,
     Resize,
+    ShowView,
+    TaskAction,
 )
 
 _MOST_BYTES = 1 << 16
@@ -57,6 +63,7 @@ class MemberLinks:
         self.name, self._most = name, most
         self._task_of, self._watch, self._unwatch, self._tell = task_of, watch, unwatch, tell
         self._ends: dict[Task, socket.socket] = {}
+        self._asking: deque[socket.socket] = deque()  # users who wait for an answer
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         self._listener.bind(f"\0{name}")
@@ -65,8 +72,7 @@ class MemberLinks:
 
     def close(self) -> None:
         """Close all sockets."""
-        for task in list(self._ends):
-            self._drop(task)
+        self.forget()
         self._unwatch(self._listener.fileno())
         self._listener.close()
 
@@ -74,19 +80,30 @@ class MemberLinks:
         """Drop the members of an attempt that is over."""
         for task in list(self._ends):
             self._drop(task)
+        while self._asking:
+            self._answer(NOT_STEADY)
 
     def read_all(self) -> None:
         """Read the messages that members have sent before they exited."""
         for task in list(self._ends):
             self._read(task)
 
-    def show_view(self, epoch: int, members: tuple[Task, ...]) -> None:
-        """Tell the members of a new view."""
-        for task in members:
-            self._send(task, {"view": epoch})
+    def perform(self, action: TaskAction) -> None:
+        """Perform an action on the members, and ignore any other action."""
+        match action:
+            case ShowView():
+                for task in action.members:
+                    self._send(task, {"view": action.epoch})
+            case GoOn():
+                self._go_on(action)
+            case Leave():
+                self._send(action.task, {"leave": True})
+            case Acquaint():
+                self._acquaint(action)
+            case AnswerResize():
+                self._answer(action.refusal)
 
-    def go_on(self, go: GoOn) -> None:
-        """Connect the members of a view, and let them go on."""
+    def _go_on(self, go: GoOn) -> None:
         ends: dict[tuple[Task, Task], socket.socket] = {}
         for one, other in itertools.combinations(go.members, 2):
             ends[one, other], ends[other, one] = socket.socketpair()
@@ -104,12 +121,7 @@ class MemberLinks:
         for end in ends.values():
             end.close()
 
-    def release(self, task: Task) -> None:
-        """Tell a member to exit."""
-        self._send(task, {"leave": True})
-
-    def acquaint(self, action: Acquaint) -> None:
-        """Connect a task that joins with a member, or tell the member that it waits."""
+    def _acquaint(self, action: Acquaint) -> None:
         if action.is_ready:
             self._send(action.member, {"knock": action.joining.index})
             return
@@ -137,21 +149,30 @@ class MemberLinks:
                 return
             end.setblocking(False)
             if task is None:
-                self._watch(end.fileno(), self._answer, end)
+                self._watch(end.fileno(), self._read_request, end)
                 return
             self._drop(task)
             self._ends[task] = end
             self._watch(end.fileno(), self._read, task)
 
-    def _answer(self, end: socket.socket) -> None:
-        """Answer a request of `tfdist.workers`."""
+    def _read_request(self, end: socket.socket) -> None:
+        """Read a request of `tfdist.workers`."""
         self._unwatch(end.fileno())
-        with end, contextlib.suppress(OSError, *NO_SENSE):
+        try:
             workers = int(json.loads(end.recv(_MOST_BYTES))["workers"])
-            is_accepted = 1 <= workers <= self._most
-            if is_accepted:
-                self._tell(Resize(workers=workers))
-            end.send(json.dumps({"is_accepted": is_accepted, "most": self._most}).encode())
+        except (OSError, *NO_SENSE):
+            end.close()
+            return
+        if 1 <= workers <= self._most:
+            self._asking.append(end)
+            self._tell(Resize(workers=workers))
+        else:
+            _reply(end, f"the job can have 1 to {self._most} workers")
+
+    def _answer(self, refusal: str) -> None:
+        """Answer the oldest request, with the reason of a refusal or ""."""
+        if self._asking:
+            _reply(self._asking.popleft(), refusal)
 
     def _read(self, task: Task) -> None:
         end = self._ends.get(task)
@@ -186,3 +207,8 @@ class MemberLinks:
         if (end := self._ends.pop(task, None)) is not None:
             self._unwatch(end.fileno())
             end.close()
+
+
+def _reply(end: socket.socket, refusal: str) -> None:
+    with end, contextlib.suppress(OSError):  # the user waits no longer
+        end.send(json.dumps({"refusal": refusal}).encode())

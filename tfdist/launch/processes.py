@@ -22,16 +22,12 @@ from tfdist.launch.events import (
     NO_SENSE,
     STOP_CODES,
     STOP_SIGNALS,
-    Acquaint,
     AskForStacks,
     Beat,
     Ended,
     Event,
-    GoOn,
     KillOne,
-    Leave,
     Raised,
-    ShowView,
     Signal,
     SignalPipe,
     Start,
@@ -188,6 +184,8 @@ class JobProcesses:
         self._raised.clear()
         self._is_patient = True
         self._is_closed = False
+        if self._links is not None:
+            self._links.forget()
         self._logs.mkdir(parents=True, exist_ok=True)
         specs = self._job.specs(attempt)
         if self._job.start == "fork":
@@ -233,19 +231,11 @@ class JobProcesses:
                 self._signal(task, signum)
             case KillOne(task=task):
                 self._kill_one(task)
-            case ShowView(epoch=epoch, members=members) if self._links:
-                self._links.show_view(epoch, members)
-            case Leave(task=task) if self._links:
-                self._links.release(task)
-            case Acquaint() if self._links:
-                self._links.acquaint(action)
-            case GoOn() if self._links:
-                self._links.go_on(action)
             case AskForStacks(task=task):
                 if pid := self._running.get(task):
                     _send(pid, STACK_SIGNAL)
-            case _:
-                pass
+            case _ if self._links is not None:
+                self._links.perform(action)
         return None
 
     def _spec_of(self, task: Task) -> ProcessSpec:

@@ -17,8 +17,10 @@ from tfdist.cluster import Task
 from tfdist.errors import EXIT_USAGE, named
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import (
+    NOT_STEADY,
     Acquaint,
     Action,
+    AnswerResize,
     AskForStacks,
     Awakening,
     Beat,
@@ -186,14 +188,15 @@ class _Decision:
             case MemberReplaceable(task=task):
                 state.tasks[task].is_replaceable = event.is_replaceable
             case Resize(workers=workers):
-                least, is_steady = state.min_workers or 1, membership.epoch and not state.is_ending
-                if workers < least or state.is_done or not is_steady:
-                    why = f"the job needs {least}, or is starting or ending"
-                    self._say(f"not changing to {workers} workers: {why}")
-                    return
-                self._say(f"changing to {workers} workers")
-                state.num_workers = workers
-                self._resize(workers, membership)
+                least = state.min_workers or 1
+                why = f"the job needs {least} workers" if workers < least else ""
+                if state.is_done or state.is_ending or not membership.epoch:
+                    why = NOT_STEADY
+                self._do(AnswerResize(why))
+                if not why:
+                    self._say(f"changing to {workers} workers")
+                    state.num_workers = workers
+                    self._resize(workers, membership)
 
     def _change(self, steps: list[Step]) -> None:
         """Perform the steps of a change of the members."""

@@ -14,7 +14,15 @@ from tfdist.files import one_line_errors, write_text
 from tfdist.loopback import listen, make_server
 from tfdist.report.page import render
 from tfdist.report.pieces import NUM_COLOURS
-from tfdist.report.run_records import RunRecord, names_of, newest_run, read_run, reading, runs_in
+from tfdist.report.run_records import (
+    RunRecord,
+    add_run_dir,
+    names_of,
+    newest_run,
+    read_run,
+    reading,
+    runs_in,
+)
 from tfdist.report.sweep_section import SweepRecord, is_sweep, read_sweep, runs_of_best
 
 _FILE = "report.html"
@@ -27,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     mutually_exclusive({"--serve": arguments.serve, "--out": arguments.out})
-    given = [Path(path) for path in arguments.run_dirs] or [newest_run()]
+    given = [Path(path) for path in arguments.run_dir] or [newest_run()]
     paths = [run for path in given for run in runs_in(path)]
     if arguments.serve:
         return _serve(paths, port=arguments.port)
@@ -45,8 +53,7 @@ def _parser() -> Parser:
         prog="python -m tfdist.report",
         description="Write a report of runs and sweeps as one HTML file that needs no network.",
     )
-    about = "directory of a run, a sweep or several runs (default: the newest run in runs/)"
-    parser.add_argument("run_dirs", nargs="*", metavar="RUN_DIR", help=about)
+    add_run_dir(parser, nargs="*")
     parser.add_argument("--out", metavar="FILE", help=f"default: RUN_DIR/{_FILE}, or ./{_FILE}")
     parser.add_argument(
         "--serve",

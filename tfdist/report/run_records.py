@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import math
@@ -207,6 +208,18 @@ def newest_run(files: Sequence[str] = _FILES) -> Path:
         fix = "name a run directory, or change to the directory that has runs/"
         raise UsageError("RUN_DIR", "runs/ has no run", fix=fix, code="no-run")
     return newest
+
+
+def add_run_dir(parser: argparse.ArgumentParser, *, nargs: str = "?") -> None:
+    """Add the argument RUN_DIR to a program that reads runs."""
+    about = "directory of a run, a sweep or several runs (default: the newest run in runs/)"
+    parser.add_argument("run_dir", nargs=nargs, metavar="RUN_DIR", help=about)
+
+
+def job_in(run_dir: str | None) -> Path:
+    """Return the newest job of the launcher in RUN_DIR, or in ``runs/``."""
+    path = Path(run_dir) if run_dir else newest_run(OF_LAUNCHER)
+    return runs_in(path, OF_LAUNCHER)[-1]
 
 
 def _written_at(path: Path, files: Sequence[str]) -> float:

@@ -25,7 +25,7 @@ from tfdist.errors import end_mistakes_in_one_line, require
 _engine_runs = contextvars.ContextVar("engine_runs", default=False)
 _is_chief = [True]
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-_KERAS_HUB = "keras_hub.src.utils.pipeline_model"
+KERAS_HUB = "keras_hub.src.utils.pipeline_model"
 
 
 def route_keras(*, is_chief: bool | None = None) -> None:
@@ -36,7 +36,7 @@ def route_keras(*, is_chief: bool | None = None) -> None:
     if is_chief is not None:
         _is_chief[:] = [is_chief]
     _route_trainer()
-    if _KERAS_HUB in sys.modules:
+    if KERAS_HUB in sys.modules:
         _route_keras_hub()
 
 
@@ -56,7 +56,7 @@ def _route_trainer() -> None:
 @functools.cache
 def _route_keras_hub() -> None:
     """Route calls before a KerasHub model makes batches, which have no examples by index."""
-    model: Any = sys.modules[_KERAS_HUB].PipelineModel
+    model: Any = sys.modules[KERAS_HUB].PipelineModel
     for name in _METHODS:
         if name in vars(model):
             original = getattr(model, name)

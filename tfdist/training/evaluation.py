@@ -29,7 +29,7 @@ from tfdist.strategy.rendezvous import chief_watch
 from tfdist.training import building
 from tfdist.training.blocks import BlockRunner, Decision, any_task, decide, naming_bad_data
 from tfdist.training.callbacks import callback_list, count_test_steps, wants_every_batch
-from tfdist.training.engines import joined, naming_a_lost_server
+from tfdist.training.engines import joined
 from tfdist.training.inputs import Length, prepare
 from tfdist.training.program import Engine, engine_class, program_of
 from tfdist.training.run_settings import by_own_method
@@ -41,7 +41,6 @@ _LOOK_EVERY_S = 0.5
 
 
 @by_own_method
-@naming_a_lost_server()
 def evaluate(
     model: keras.Model,
     x: Any = None,
@@ -73,7 +72,6 @@ def evaluate(
 
 
 @by_own_method
-@naming_a_lost_server()
 def predict(
     model: keras.Model,
     x: Any,

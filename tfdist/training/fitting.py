@@ -19,7 +19,6 @@ from tfdist.checkpoint.publish import publish_from
 from tfdist.checkpoint.warm_start import load_weights
 from tfdist.data.draws import draws_nothing
 from tfdist.errors import require, require_int
-from tfdist.renamed import without_renamed
 from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.strategy.group import require_same_place
 from tfdist.training import building, inputs, kept, keras_compat, resume
@@ -48,9 +47,7 @@ from tfdist.training.task_agreement import require_same_lengths
 _ENDLESS_STEPS = 2**40
 
 
-@without_renamed("fit")
 @by_own_method
-@naming_a_lost_server()
 def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     model: keras.Model,
     x: Any = None,

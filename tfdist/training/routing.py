@@ -22,18 +22,21 @@ from tfdist.checkpoint.publish import PublishModel
 from tfdist.errors import UsageError
 from tfdist.strategy import Job, current_job
 from tfdist.strategy.group import require_no_search
+from tfdist.strategy.native import KERAS_HUB
+from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.evaluation import evaluate, predict
 from tfdist.training.fitting import fit
 from tfdist.training.keras_compat.trace import warn_once
 from tfdist.training.run_settings import Run, is_on_the_way, on_the_way
 
 _ENGINE: dict[str, Callable[..., Any]] = {
-    "fit": fit,
-    "evaluate": evaluate,
-    "predict": predict,
-    "test_on_batch": evaluate,
-    "predict_on_batch": predict,
+    "fit": inspect.unwrap(fit),
+    "evaluate": inspect.unwrap(evaluate),
+    "predict": inspect.unwrap(predict),
+    "test_on_batch": inspect.unwrap(evaluate),
+    "predict_on_batch": inspect.unwrap(predict),
 }
+"""Functions of the engine, without the return to the model's own method."""
 _WITHOUT_INDEX = ("torch.utils.data", "grain.", "scipy.sparse")
 _fit_by: contextvars.ContextVar[Any] = contextvars.ContextVar("fit_by", default=None)
 
@@ -59,12 +62,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         if job is not None and name in ("fit", "train_on_batch"):
             _tell_of_training_alone(job, name)
         return original(model, *args, **kwargs)
-    by_keras = "_use_cached_eval_dataset" in kwargs  # an evaluation inside Keras' own fit
-    if name.endswith("_on_batch") and job is not None and not job.kind.has_stages:
-        # Keras runs the whole batch on each mirrored replica: updates agree, outputs are joined.
-        computes_alike = name == "train_on_batch" and job.kind.is_one_process
-        by_keras = job.num_replicas == 1 or computes_alike
-    if by_keras:
+    if _stays_in_keras(name, job, kwargs):
         return original(model, *args, **kwargs)
     arguments = _arguments(original, model, args, kwargs)
     by_mlflow = _caller().f_globals.get("__name__", "").startswith("mlflow.")
@@ -88,11 +86,26 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     if name.endswith("_on_batch"):
         rows = len(keras.tree.flatten(arguments["x"])[0])
         arguments |= {"batch_size": rows, "verbose": 0}
+    if name == "fit" and original.__module__ == KERAS_HUB:
+        # MLflow patches `keras.Model.fit`, which the fit of KerasHub calls in Keras' own loop.
+        fit_of_keras = super(sys.modules[KERAS_HUB].PipelineModel, model).fit
+        with on_the_way(model, name):
+            return fit_of_keras(arguments.pop("x", None), **arguments)
     function = _fit_by.get() if name == "fit" else None
     if function is None and job is not None and job.kind.has_collectives:
         require_no_search(job)
-    with fits_by(None), on_the_way(model, _ENGINE[name].__name__):
+    with fits_by(None), on_the_way(model if function else None, name), naming_a_lost_server():
         return (function or _ENGINE[name])(model, **arguments)
+
+
+def _stays_in_keras(name: str, job: Job | None, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether Keras computes the result of the engine, or calls itself."""
+    if "_use_cached_eval_dataset" in kwargs:  # an evaluation inside Keras' own fit
+        return True
+    if not name.endswith("_on_batch") or job is None or job.kind.has_stages:
+        return False
+    # Keras runs the whole batch on each mirrored replica: updates agree, outputs are joined.
+    return job.num_replicas == 1 or (name == "train_on_batch" and job.kind.is_one_process)
 
 
 def _arguments(

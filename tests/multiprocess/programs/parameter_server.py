@@ -6,6 +6,7 @@ import sys
 from unittest import mock
 
 import keras
+import keras_tuner
 import numpy as np
 import tensorflow as tf
 
@@ -353,9 +354,29 @@ def methods_of_keras():
     SEEN["methods of Keras"] = zoo.by_methods_of_keras(strategy, OUT / "cut")
 
 
+def search():
+    def build(hp):
+        model = zoo.dense()
+        model.optimizer.learning_rate = hp.Choice("rate", [0.1, 0.0])
+        return model
+
+    tuner = keras_tuner.GridSearch(
+        build, "val_loss", directory=OUT / "search", distribution_strategy=strategy
+    )
+    data = {"validation_data": (zoo.X, zoo.Y), "epochs": 3, "verbose": 0}
+    tuner.search(zoo.X, zoo.Y, **data)
+    trials = {trial.hyperparameters["rate"]: trial for trial in tuner.oracle.trials.values()}
+    best, _ = tuner.get_best_models(2)
+    SEEN["search"] = {
+        "best": tuner.get_best_hyperparameters()[0]["rate"],
+        "trials": [[trials[rate].status, trials[rate].score] for rate in (0.1, 0.0)],
+        "evaluated": best.evaluate(zoo.X, zoo.Y, verbose=0),
+    }
+
+
 PARTS = (
     counts, grid, sources, callbacks, own_step, metrics, steps_of_optimizers, staleness,
-    repeated_rows, ranges_that_go_on, find, methods_of_keras, made_outside,
+    repeated_rows, ranges_that_go_on, find, methods_of_keras, search, made_outside,
 )  # fmt: skip
 for part in PARTS:
     if not sys.argv[2:] or part.__name__ in sys.argv[2:]:
