@@ -1,9 +1,6 @@
 """What a step of a ps job sends and makes, without the job."""
 
 import concurrent.futures
-import inspect
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import keras
@@ -13,7 +10,7 @@ import tensorflow as tf
 
 from tests.tools.traffic import Link, traffic
 from tfdist.data import ArraySource
-from tfdist.ps import connections, messages
+from tfdist.ps import messages
 from tfdist.ps.engine import UpdateClock
 from tfdist.ps.keras_compat import taken
 from tfdist.ps.messages import outermost, read_together, sent_together, tasks_of_captures
@@ -36,31 +33,6 @@ def sent(build):
         build()
         links = traffic(graph.get_operations(), {})
     return {ends: (link.tensors, link.size_bytes, link.unknown) for ends, link in links.items()}
-
-
-def test_a_tensor_is_sent_once_to_each_task_and_of_a_condition_the_branch_that_sends_most():
-    def build():
-        with tf.device(PS(0)):
-            weights = tf.random.normal([10, 4])
-            rows = tf.where(weights[0] > 0)
-        used = weights * 2.0 + weights
-        tf.identity(rows)  # whose shape is not known
-        with tf.device(PS(1)):
-            tf.reduce_sum(weights)
-            tf.identity(used)
-
-        def update():
-            with tf.device(PS(2)):
-                return tf.reduce_sum(used)
-
-        tf.cond(tf.random.normal([]) > 0, update, lambda: 0.0)
-
-    assert sent(build) == {
-        ("ps-0", "worker"): (2, 160, 1),
-        ("ps-0", "ps-1"): (1, 160, 0),
-        ("worker", "ps-1"): (1, 160, 0),
-        ("worker", "ps-2"): (1, 160, 0),
-    }
 
 
 def test_small_gradients_go_to_each_server_as_one_tensor():
@@ -202,42 +174,6 @@ def test_a_worker_makes_its_batches_itself_unless_they_are_transformed(transform
     # A dataset is traced, optimized and started anew in each work unit.
     kinds = {op.type for op in parts.get_concrete_function(given).graph.get_operations()}
     assert any("Dataset" in kind for kind in kinds) == (transform is not None)
-
-
-FREED = f"""
-import ctypes, os, resource, sys
-from collections.abc import Mapping
-_M_TRIM_THRESHOLD = {connections._M_TRIM_THRESHOLD}
-_M_MMAP_THRESHOLD = {connections._M_MMAP_THRESHOLD}
-_LARGE_BYTES = {connections._LARGE_BYTES}
-{inspect.getsource(connections.keep_freed_memory)}
-assert keep_freed_memory(os.environ) == (sys.argv[1] == "kept")
-libc = ctypes.CDLL(None)
-assert libc.prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE: on any machine, pages are small
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.free.argtypes = [ctypes.c_void_p]
-for turn in range(20):
-    if turn == 10:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [libc.malloc(5_000_000) for _ in range(4)]
-    for block in blocks:
-        ctypes.memset(block, 1, 5_000_000)
-    for block in blocks:
-        libc.free(block)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-def test_a_server_keeps_the_memory_of_freed_tensors(monkeypatch):
-    """By the function itself, in a process that has allocated nothing else."""
-
-    def faults(expected):
-        command = [sys.executable, "-c", FREED, expected]
-        return int(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
-
-    assert faults("kept") < 1000
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")  # the user's word goes before ours
-    assert faults("given back") > 40_000
 
 
 # How stale a step was: which updates of others count, and for which writes a clock waits.

@@ -276,34 +276,6 @@ class Twice(keras.layers.Layer):
         return tf.while_loop(lambda i, x: i < 2, body, [0, x], maximum_iterations=2)[1]
 
 
-class Positions(keras.layers.Layer):
-    """Adds a position to each token: every example has the same rows of the embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = keras.layers.Embedding(5, 8)
-
-    def call(self, x):
-        return x + self.embedding(keras.ops.arange(5))
-
-
-def positions():
-    """A model whose gradients have rows that occur several times."""
-    keras.utils.set_random_seed(1)
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            layers.Embedding(200, 8),
-            Positions(),
-            layers.Flatten(),
-            layers.Dense(1),
-        ]
-    )
-    model.compile("adam", "mse")
-    return model
-
-
 def tokens(optimizer="adam", recurrent=False):
     """A model that reads its weights in a lookup, in loops and twice in a step."""
     keras.utils.set_random_seed(1)
@@ -429,20 +401,6 @@ def of_two_inputs(strategy, **fit):
     data = {"a": X, "b": X[::-1]}
     targets = {"u": Y, "v": np.concatenate([Y, -Y], 1)}
     return model, tfdist.fit(model, data, targets, batch_size=16, verbose=0, **fit).history
-
-
-def predicted_otherwise(strategy):
-    """What is predicted as ragged and as sparse rows, and a number of each batch."""
-
-    def step(data):
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        return tf.ragged.boolean_mask(x, x > 0), tf.sparse.from_dense(x), tf.math.count_nonzero(x)
-
-    with strategy.scope():
-        model = dense()
-    model.predict_step = step
-    ragged, sparse, counts = tfdist.predict(model, X, batch_size=8, verbose=0)
-    return [ragged.to_list(), tf.sparse.to_dense(sparse).numpy().tolist(), counts.tolist()]
 
 
 def sources(batch_size, **batch):
