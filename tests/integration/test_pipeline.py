@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.graphs import MODELS, OPEN, data_of, ragged, residual, several, tagger
+from tests.graphs import MODELS, data_of, ragged, residual, several
 from tests.multiprocess.programs.figures import Own
 from tests.refusals import refusal
 from tfdist.cluster import KINDS
@@ -27,9 +27,8 @@ from tfdist.pipeline.union import fill, is_empty, making_empty_slots, release
 from tfdist.strategy import job as jobs
 from tfdist.strategy import pipeline_setup
 from tfdist.training import inputs
-from tfdist.training.feed import Part
 from tfdist.training.keras_compat import fuse, random_key
-from tfdist.training.keras_compat.trace import ops_behind, warn_once
+from tfdist.training.keras_compat.trace import warn_once
 
 L = keras.layers
 MICROS, ROWS = 3, 4
@@ -533,24 +532,6 @@ def test_a_loss_over_pairs_gets_the_whole_batch_or_a_warning(strategies, one_sta
     assert [line.startswith(warning or "-") for line in found] == [True] * bool(warning)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "is_last", "gathered"), [([0], False, {"x"}), ([], True, {"y"}), ([], False, set())]
-)
-def test_a_stage_gathers_nothing_that_it_does_not_read(inputs, is_last, gathered):
-    stage = types.SimpleNamespace(inputs=inputs, is_last=is_last)
-    whole = types.SimpleNamespace(inputs_of=lambda x: [x], stage=stage)
-    program = types.SimpleNamespace(observers=())
-
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
-    def read(rows):
-        x, y = (tf.gather(array, rows, name=name) for array, name in ((X, "x"), (Y, "y")))
-        part = Part(data=(x, y), share=1.0, count=tf.size(rows))
-        return engine._read_part(whole, program, part)[0]
-
-    outputs = read.get_concrete_function().outputs
-    assert {op.name for op in ops_behind(outputs) if op.type == "GatherV2"} == gathered
-
-
 def test_frozen_weights_stay_as_they_are_in_several_pipelines(one_stage, monkeypatch):
     """Three, the others of which have the same examples: a third of a weight is no float32."""
     peers = types.SimpleNamespace(sum=lambda *arrays, of: [3 * array for array in arrays])
@@ -631,74 +612,32 @@ def test_the_places_that_are_chosen_cut_the_model(make, stages):
     assert refusal(lambda: chosen(graph, stages=9)).code == "too-many-stages"
 
 
-class Tied(L.Layer):
-    """Scores of all words, by the table of an embedding."""
-
-    def __init__(self, embed):
-        super().__init__(name="scores")
-        self.embed = embed
-
-    def call(self, x):
-        return keras.ops.matmul(x, keras.ops.transpose(self.embed.embeddings))
-
-
-def language_model(*, tied):
-    ids = keras.Input((6,), dtype="int32")
-    embed = L.Embedding(10, 4, name="embed")
-    x = L.Dense(4, name="between")(embed(ids))
-    return keras.Model(ids, (Tied(embed) if tied else L.Dense(10))(x))
-
-
 def called_twice():
     x, dense = keras.Input((4,)), L.Dense(4, name="twice")
     return keras.Model(x, dense(L.Dense(4)(dense(x))))
 
 
-def skipping(*, trainable=True):
+def skipping():
     """Each level goes to the end by itself, too, as in a U-Net."""
     x = keras.Input((4,))
-    levels = [L.Dense(4, trainable=trainable, name="level")(x)]
+    levels = [L.Dense(4, name="level")(x)]
     for _ in range(3):
-        levels.append(L.Dense(4, trainable=trainable)(levels[-1]))
-    return keras.Model(x, L.Dense(1)(L.Concatenate()(levels) if trainable else levels[-1]))
+        levels.append(L.Dense(4)(levels[-1]))
+    return keras.Model(x, L.Dense(1)(L.Concatenate()(levels)))
 
 
 @pytest.mark.parametrize(
     ("make", "stages", "says"),
     [
-        (lambda: language_model(tied=True), 2, "layers 'embed', 'scores' share 'embed/embeddings'"),
         (called_twice, 2, "layer 'twice' is called 2 times with 'twice/"),
         (skipping, 6, "more than 2 tensors cross behind 'dense"),
-        (lambda: skipping(trainable=False), 2, "with trainable weights on both sides"),
-        (lambda: language_model(tied=False), 9, "can be cut at 2 places. Fix: use fewer"),
+        (model_with, 9, "can be cut at 3 places. Fix: use fewer"),
     ],
 )
 def test_a_refusal_says_why_there_are_few_places(make, stages, says):
     line = refusal(lambda: possible_places(LayerGraph(make()), num_stages=stages))
     assert line.code == "too-many-stages"
     assert says in str(line)
-
-
-def test_parts_are_timed_at_the_sizes_of_the_first_batch(monkeypatch):
-    timed, shapes = cuts._both_passes, []
-    noted = lambda part, *given: shapes.append(part.given[0].shape) or timed(part, *given)  # noqa: E731
-    monkeypatch.setattr(cuts, "_both_passes", noted)
-    graph = LayerGraph(tagger())
-    x, _ = data_of(graph.model, 4)
-    chosen(graph, stages=2, inputs=[tf.constant(x)], loss_of=lambda made: tf.reduce_mean(made[0]))
-    assert {tuple(shape)[:2] for shape in shapes} == {(4, OPEN)}
-
-
-def test_parts_that_compute_the_same_are_timed_once():
-    x = keras.Input((6,))
-    hidden = x
-    for activation in ("relu", "relu", "tanh"):
-        hidden = L.Dense(6, activation=activation)(hidden)
-    graph = LayerGraph(keras.Model(x, L.Dense(6, activation="relu")(L.Flatten()(hidden))))
-    parts = graph.divided([0, 1, 2, 3])
-    first, second, other, _, last = [part.work for part in parts]
-    assert second == last
-    assert len({first, second, other}) == 3  # the first makes no gradient of what it is given
 
 
 @pytest.mark.parametrize("behind", ["attention", "sum"])
