@@ -181,7 +181,6 @@ def test_a_run_without_a_whole_checkpoint_says_so_and_starts_over(strategies, tm
 
 
 # The best
-# The best
 
 
 def best_of(directory):

@@ -275,9 +275,6 @@ def test_a_py_dataset_whose_last_batch_is_none_or_another_kind_is_refused(batche
     assert found == (f"Batches[{last}]", code)
 
 
-# Streams
-
-
 # What fit is given
 
 

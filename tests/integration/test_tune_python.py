@@ -599,6 +599,3 @@ def test_the_tuner_of_a_trial_knows_its_space_and_values_and_builds_no_model_for
     assert built == []
     make_tuner(tmp_path / "of another search", Declares())
     assert built != []
-
-
-# The sweep of a tuner.

@@ -91,9 +91,6 @@ def held(path: Path) -> Iterator[None]:
     os.close(descriptor)
 
 
-# Options.
-
-
 # Journal.
 
 
