@@ -61,7 +61,9 @@ def test_refusals_and_the_file_of_a_model(seen_by):
     tasks = seen_by(2)["refusals"]
     assert [task["refused"] for task in tasks] == ["not-sharded"] * 2
     assert tasks[0]["file has the weights"]
-    assert all(task["frozen stays"] for task in tasks)
+    for task in tasks:
+        assert task["frozen stays"]
+        assert len(set(task["over sequences"])) == 1
 
 
 def test_the_train_program_writes_the_digests_of_whole_slots(tmp_path):

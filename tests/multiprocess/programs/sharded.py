@@ -231,7 +231,26 @@ def refusals_seen():
         model.save(OUT / "model.keras")
         same = zoo.sha(keras.models.load_model(OUT / "model.keras")) == zoo.sha(model)
     tfdist.barrier()
-    return {"refused": refused, "file has the weights": same, "frozen stays": frozen_stays()}
+    over_sequences = [weights_over_sequences(sharded=one) for one in (False, True)]
+    return {
+        "refused": refused,
+        "file has the weights": same,
+        "frozen stays": frozen_stays(),
+        "over sequences": over_sequences,
+    }
+
+
+def weights_over_sequences(*, sharded):
+    """Of a model whose gradients have shapes that a step alone knows."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    with strategy.scope():
+        hidden = layers.Dense(7), layers.GlobalAveragePooling1D(), layers.Dense(1)
+        model = keras.Sequential([keras.Input((None, 1)), *hidden])
+        model.compile("adam", "mse")
+    x = zoo.X[:, :, None]
+    tfdist.fit(model, x, zoo.CALM, batch_size=8, seed=3, verbose=0, sharded_optimizer=sharded)
+    return zoo.sha(model)
 
 
 def frozen_stays():
