@@ -790,13 +790,7 @@ CELLS = {
         )
         for optimizer, rate, options in (
             (keras.optimizers.SGD, 0.01, {"momentum": 0.9, "weight_decay": 0.1}),
-            (keras.optimizers.RMSprop, 0.01, {"momentum": 0.5, "clipvalue": 0.02}),
             (keras.optimizers.Adam, 0.01, {"clipnorm": 1.0}),
-            (keras.optimizers.Adagrad, 0.1, {}),
-            (keras.optimizers.Adafactor, 0.01, {"global_clipnorm": 0.05}),
-            (keras.optimizers.Lamb, 0.01, {"gradient_accumulation_steps": 2}),
-            (keras.optimizers.Lion, 0.001, {}),
-            (keras.optimizers.Muon, 0.01, {}),
         )
     },
     # Losses of several terms
