@@ -51,11 +51,6 @@ def apply(transform, images=IMAGES, *, ids=IDS, epoch=EPOCHS, seed=SEED):
     return np.asarray(x)
 
 
-def chi_square(observed):
-    expected = observed.sum() / observed.size
-    return ((observed - expected) ** 2 / expected).sum()
-
-
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 def test_one_by_one_in_a_graph_and_in_any_slice_equals_the_batch_bit_for_bit(transform):
     signature = [tf.TensorSpec([None, 6, 5, 3], tf.uint8)] + [tf.TensorSpec([None], tf.int64)] * 2
@@ -70,17 +65,6 @@ def test_one_by_one_in_a_graph_and_in_any_slice_equals_the_batch_bit_for_bit(tra
         assert np.array_equal(alone[0], whole[i])
     for cut in (slice(0, 13), slice(13, 32), slice(4, 4)):
         assert np.array_equal(in_graph(IMAGES[cut], IDS[cut], EPOCHS[cut]), whole[cut])
-
-
-@pytest.mark.parametrize("name", ["crop", "flip"])
-def test_seed_epoch_and_example_each_change_the_draw(name):
-    transform = TRANSFORMS[name]
-    same = np.repeat(IMAGES[:1], 32, axis=0)
-    base = apply(transform, same, epoch=0)
-    assert len({image.tobytes() for image in base}) > 1  # the example alone
-    assert not np.array_equal(base, apply(transform, same, epoch=1))
-    assert not np.array_equal(base, apply(transform, same, epoch=0, seed=SEED + 1))
-    assert np.array_equal(base, apply(transform, same, epoch=0))
 
 
 def test_draws_and_pixels_are_those_of_every_version():
@@ -150,41 +134,6 @@ def test_a_seed_of_a_transform_replaces_that_of_the_run(kind):
     assert not np.array_equal(found, apply(kind(**options), seed=SEED))
 
 
-@pytest.mark.parametrize("bound", [2, 3, 9, 100])
-def test_draws_are_uniform_over_examples_and_epochs(bound):
-    """Chi-square, far below what one seed in a million would give."""
-    ids = np.tile(np.arange(10_000), 3)
-    epoch = np.repeat(np.arange(3), 10_000)
-    draws = draws_for("RandomCrop", example_ids=ids, epoch=epoch, seed=1)
-    for index in (0, 1):
-        found = np.bincount(draws.below(bound, index=index), minlength=bound)
-        degrees = bound - 1
-        assert len(found) == bound
-        assert chi_square(found) < degrees + 5 * np.sqrt(2 * degrees) + 10
-
-
-def test_draws_of_neighbours_of_one_example_and_of_two_transforms_are_independent():
-    ids = np.arange(40_000)
-
-    def joint(a, b, bound=9):
-        table = np.zeros((bound, bound))
-        np.add.at(table, (np.asarray(a), np.asarray(b)), 1)
-        return chi_square(table)
-
-    crop = draws_for("RandomCrop", example_ids=ids, epoch=0, seed=1)
-    rows = crop.below(9, index=0).numpy()
-    limit = 80 + 5 * np.sqrt(160) + 10
-    assert joint(rows[:-1], rows[1:]) < limit  # neighbours
-    assert joint(rows, crop.below(9, index=1)) < limit  # rows and columns
-    for other in (
-        draws_for("RandomCrop", example_ids=ids, epoch=1, seed=1),
-        draws_for("RandomCrop", example_ids=ids, epoch=0, seed=2),
-        draws_for("RandomCrop", example_ids=ids, epoch=0, seed=1, position=1),
-        draws_for("RandomFlip", example_ids=ids, epoch=0, seed=1),
-    ):
-        assert joint(rows, other.below(9, index=0)) < limit
-
-
 def test_what_is_not_the_image_passes_unchanged_and_a_user_s_own_transform_takes_part():
     x = {"image": IMAGES, "meta": LABELS}
     batch = (x, LABELS, np.ones(32))
@@ -223,15 +172,6 @@ def test_evaluation_leaves_out_what_is_random():
     )
     (left,) = for_evaluation(of_inputs).transforms
     assert (left.key, left.transforms) == ("left", (Rescaling(2),))
-
-
-def test_a_source_carries_its_transform():
-    source = ArraySource(IMAGES, LABELS, transform=RandomFlip("horizontal"))
-    batch = source.gather(np.arange(32))
-    x, _ = source.transformed(batch, example_ids=IDS, epoch=0, seed=1)
-    assert np.array_equal(x, apply(RandomFlip("horizontal"), epoch=0, seed=1))
-    plain = ArraySource(IMAGES, LABELS)
-    assert plain.transformed(batch, example_ids=IDS, epoch=0, seed=1) is batch
 
 
 @pytest.mark.parametrize(

@@ -144,13 +144,3 @@ def test_predictions_by_a_step_of_ones_own(strategies, make, replicas):
         assert set(ours) == set(theirs)
         for name, values in theirs.items():
             np.testing.assert_allclose(ours[name], values, atol=1e-6)
-
-
-def test_figures_of_an_evaluation_come_in_the_order_of_keras(strategies):
-    def make():
-        return dense(metrics=["mae", "accuracy"])
-
-    with strategies[2].scope():
-        ours = make()
-    figures = tfdist.evaluate(ours, X, Y, return_dict=True, verbose=0)
-    assert list(figures) == list(make().evaluate(X, Y, return_dict=True, verbose=0))

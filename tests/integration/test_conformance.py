@@ -138,45 +138,12 @@ class LearnsItsWeights(keras.Sequential):
         return keras.ops.exp(-log_variance) * loss + log_variance
 
 
-class MixesInItsStep(Tracked, keras.Sequential):
-    """Two updates: one by a sum of both kinds, one by a mean by hand alone."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape(persistent=True) as tape:
-            predicted = self(x, training=True)
-            by_hand = tf.reduce_mean(tf.abs(predicted))
-            total = keras.ops.sum([self.compute_loss(x, y, predicted), 0.5 * by_hand])
-        for target in (total, by_hand):
-            gradients = tape.gradient(target, self.trainable_variables)
-            gradients, _ = tf.clip_by_global_norm(gradients, 1e9)
-            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
-        return self.logs_of(total, data)
-
-
 def synchronized():
     dense = layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1))
     return dense, layers.BatchNormalization(synchronized=True)
 
 
 MEAN, SUM = keras.losses.MeanSquaredError(), keras.losses.MeanSquaredError(reduction="sum")
-
-
-class KeepsGradients(OwnStep, keras.Sequential):
-    """Keeps gradients in variables, as programs from before Keras did it do."""
-
-    def compile(self, *arguments):
-        super().compile(*arguments)
-        weights = self.trainable_variables
-        kept = [keras.Variable(np.zeros(v.shape, "float32"), trainable=False) for v in weights]
-        self.kept = lambda: kept
-
-    def update(self, gradients):
-        for kept, gradient in zip(self.kept(), gradients, strict=True):
-            kept.assign_add(gradient)
-        super().update([0.5 * kept for kept in self.kept()])
-        for kept in self.kept():
-            kept.assign(0.3 * kept)
 
 
 class DescendsByHand(OwnStep, keras.Sequential):
@@ -292,17 +259,16 @@ def means(y, p):
     return tf.reduce_mean((p - y) ** 2, 0)
 
 
-def in_python(y, p, shape=None):
-    loss = tf.py_function(means if shape is None else of_each, [y, p], tf.float32)
-    return loss if shape is None else tf.ensure_shape(loss, shape)
+def in_python(y, p):
+    return tf.py_function(means, [y, p], tf.float32)
 
 
 def of_each(y, p):
     return tf.reduce_mean((p - y) ** 2, -1)
 
 
-def by_tape(loss, units=4):
-    return of(functools.partial(ByTheTape, loss=loss), lambda: [layers.Dense(units)])
+def by_tape(loss):
+    return of(functools.partial(ByTheTape, loss=loss), lambda: [layers.Dense(4)])
 
 
 class AddsForEachUnit(layers.Layer):
@@ -313,19 +279,6 @@ class AddsForEachUnit(layers.Layer):
 
 def unmasked(y, p):
     return tf.boolean_mask(of_each(y, p), p[:, 0] > 0)
-
-
-def sequences():
-    rows = [X[i : i + 8, : 2 * 2].reshape(8, 2, 2) for i in range(0, 48, 8)]
-    spec = tf.TensorSpec((None, None, 2)), tf.TensorSpec((None, 1, 1))
-    batches = lambda: ((np.repeat(x, 2, 1), x[:, :1, :1]) for x in rows)  # noqa: E731
-    return tf.data.Dataset.from_generator(batches, output_signature=spec)
-
-
-def over_sequences():
-    model = ByTheTape([keras.Input((None, 2)), layers.Dense(1)], means)
-    model.compile(keras.optimizers.SGD(0.01))
-    return model
 
 
 class TwoMeans(layers.Layer):
@@ -371,22 +324,6 @@ class ReadsAfterTheUpdate(Tracked, keras.Sequential):
 
     def logs_of(self, loss, data):
         return super().logs_of(sum(self.losses), data)
-
-
-class ReturnsItsLosses(Tracked, keras.Sequential):
-    """Takes the losses of a call that leaves nothing behind."""
-
-    def train_step(self, data):
-        x, y = data
-        trainable, others = self.trainable_variables, self.non_trainable_variables
-        with tf.GradientTape() as tape:
-            values = [tf.convert_to_tensor(v) for v in trainable]
-            tape.watch(values)
-            call = self.stateless_call(values, others, x, training=True, return_losses=True)
-            found, _, added = call
-            loss = tf.reduce_mean((found - y) ** 2) + sum(added)
-        self.update(tape.gradient(loss, values))
-        return self.logs_of(sum(added), data)
 
 
 # Models beside Keras
@@ -449,15 +386,14 @@ class Itself(OwnStep, keras.Sequential):
 
 
 class OfOneBatch(keras.Model):
-    """Takes what a symbol is not: a ragged tensor, or a batch whose size is known."""
+    """Takes a ragged tensor, which a symbol is not."""
 
-    def __init__(self, ragged):
+    def __init__(self):
         super().__init__()
-        self.ragged, self.embed, self.out = ragged, layers.Embedding(6, 4), layers.Dense(1)
+        self.embed, self.out = layers.Embedding(6, 4), layers.Dense(1)
 
     def call(self, x):
-        x = x.to_tensor(shape=[None, 3]) if self.ragged else tf.reshape(x, [x.shape[0], 3])
-        return self.out(ops.mean(self.embed(x), 1))
+        return self.out(ops.mean(self.embed(x.to_tensor(shape=[None, 3])), 1))
 
 
 class Helped(keras.Model):
@@ -530,8 +466,8 @@ def without_call():
     return model
 
 
-def of_one_batch(ragged):
-    model = OfOneBatch(ragged)
+def of_one_batch():
+    model = OfOneBatch()
     model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])  # its rows repeat, too
     return model
 
@@ -542,10 +478,9 @@ def helped():
     return model
 
 
-def tokens(*, ragged):
+def tokens():
     rows = tf.ragged.constant([[1, 2, 3], [3], [4, 5], [2]] * 5, dtype=tf.int32)
-    data = tf.data.Dataset.from_tensor_slices((rows if ragged else rows.to_tensor(), TARGETS))
-    return data.batch(4, drop_remainder=not ragged)
+    return tf.data.Dataset.from_tensor_slices((rows, TARGETS)).batch(4)
 
 
 # Steps, losses and figures of the user's own
@@ -572,31 +507,6 @@ class Guide(Tracked, keras.Sequential):
         self.error.update_state(y, self(x))
         super().logs_of(loss, data)
         return {metric.name: metric.result() for metric in self.metrics}
-
-
-class Returned(Guide):
-    """Returns losses of several kinds as they are, and what is made of them; tracks them too."""
-
-    def compile(self, optimizer):
-        super().compile(optimizer)
-        names = ("by_hand", "by_examples", "loss")  # the last of which nobody updates
-        self.trackers = {name: keras.metrics.Mean(name=name) for name in names}
-        self.summed = keras.losses.MeanSquaredError(reduction="sum")
-
-    @property
-    def metrics(self):
-        return [*super().metrics, *self.trackers.values()]
-
-    def logs_of(self, loss, data):
-        x, y = data
-        predicted, found = self(x), super().logs_of(loss, data)
-        by_hand = tf.reduce_mean((predicted - y) ** 2)
-        self.trackers["by_hand"].update_state(by_hand)
-        self.trackers["by_examples"].update_state(loss, sample_weight=tf.shape(x)[0])
-        losses = {"loss": loss, "twice": 2.0 * loss, "hand": by_hand}
-        losses["sum"] = self.summed(y, predicted)
-        tracked = {name: tracker.result() for name, tracker in self.trackers.items()}
-        return {**found, **tracked, **losses, "rate": self.optimizer.learning_rate}
 
 
 class MoreFigures(keras.Sequential):
@@ -795,8 +705,6 @@ VALIDATED = {"validation_data": (X[:19], Y[:19])}
 STACK = np.stack([zoo.X, zoo.X[::-1], zoo.X**2, zoo.X - 1], 1)[:21]
 SUM_OF_ALL = keras.losses.MeanSquaredError(reduction="sum")
 ADDED = of(parts=lambda: [layers.Dense(4), AddsForEachUnit(), layers.Dense(1)], loss="mse")
-ADDED_5 = of(parts=lambda: [layers.Dense(5), AddsForEachUnit(), layers.Dense(1)], loss="mse")
-SPARSE = keras.losses.SparseCategoricalCrossentropy
 ALONG = tf.data.Dataset.from_tensor_slices
 # fmt: off
 CELLS = {
@@ -829,7 +737,6 @@ CELLS = {
         **GUIDED, validation_data=(GUIDE_X[:32], GUIDE_Y[:32]),
     ),
     "trackers of the guide": one_device(own_guide(Guide), GUIDE_X, GUIDE_Y, **GUIDED),
-    "logs of every kind": one_device(own_guide(Returned), GUIDE_X, GUIDE_Y, **GUIDED),
     # Models and data
     # Batches of one size: under Keras the loss of an output is a mean over batches.
     "several outputs, one without a loss": keras_too(
@@ -847,12 +754,7 @@ CELLS = {
     ),
     "a step whose targets are its inputs": keras_too(own(Itself, 5), ROWS, None),
     "built by a ragged batch": keras_too(
-        lambda: of_one_batch(True), tokens(ragged=True), None, batch_size=None,
-        validation_data=tokens(ragged=True),
-    ),
-    "built by a batch of known size": keras_too(
-        lambda: of_one_batch(False), tokens(ragged=False), None, batch_size=None,
-        validation_data=tokens(ragged=False), replicas=(1,),
+        of_one_batch, tokens(), None, batch_size=None, validation_data=tokens(),
     ),
     "layers that training alone uses": keras_too(helped, validation_data=(ROWS, TARGETS)),
     "no call": keras_too(
@@ -888,13 +790,7 @@ CELLS = {
         )
         for optimizer, rate, options in (
             (keras.optimizers.SGD, 0.01, {"momentum": 0.9, "weight_decay": 0.1}),
-            (keras.optimizers.RMSprop, 0.01, {"momentum": 0.5, "clipvalue": 0.02}),
             (keras.optimizers.Adam, 0.01, {"clipnorm": 1.0}),
-            (keras.optimizers.Adagrad, 0.1, {}),
-            (keras.optimizers.Adafactor, 0.01, {"global_clipnorm": 0.05}),
-            (keras.optimizers.Lamb, 0.01, {"gradient_accumulation_steps": 2}),
-            (keras.optimizers.Lion, 0.001, {}),
-            (keras.optimizers.Muon, 0.01, {}),
         )
     },
     # Losses of several terms
@@ -905,10 +801,7 @@ CELLS = {
         validation_data=(ROWS[:12], TARGETS[:12]),
     ),
     "a loss that a layer has computed": keras_too(lambda: dense("sgd", LossLayer())),
-    "two in a step": one_device(of(MixesInItsStep, synchronized, MEAN)),
-    "two in a step beside a sum": one_device(of(MixesInItsStep, synchronized, SUM)),
     "weighted by a variable": one_device(of(LearnsItsWeights, synchronized, SUM), **VALIDATED),
-    "gradients that are kept": one_device(of(KeepsGradients, loss="mse")),
     "no optimizer": one_device(of(DescendsByHand, loss="mse")),
     "TensorFlow's guide": one_device(of(ByTensorFlow, penalized)),
     "TensorFlow's guide and a size": one_device(of(BySize, penalized)),
@@ -919,9 +812,7 @@ CELLS = {
     "distillation": one_device(
         lambda: distiller("sparse_categorical_crossentropy"), X, NEXT[:, 0]
     ),
-    "distillation by a loss object": one_device(lambda: distiller(SPARSE()), X, NEXT[:, 0]),
     "losses read after the update": one_device(of(ReadsAfterTheUpdate, squares)),
-    "losses that a call returns": one_device(of(ReturnsItsLosses, squares)),
     # The last step has one example: what stands in for the empty shares is not summed.
     "a sum": one_device(
         of(loss=SUM_OF_ALL, rate=0.001), zoo.X[:57], zoo.Y[:57], batch_size=8, epochs=1,
@@ -955,26 +846,11 @@ CELLS = {
     ),
     # Means in one tensor, of which there are as many as examples of a replica
     "a mean for each output": of_means(by_tape(means)),
-    "as many as the larger part of a batch has": of_means(by_tape(means, 5), 9),
-    "a matrix of means": of_means(
-        by_tape(lambda y, p: means(y[..., None], tf.stack([p, -p], -1)))
-    ),
-    "beside a loss per example": of_means(by_tape(lambda y, p: [means(y, p), of_each(y, p)])),
     "by Keras' step": of_means(of(ByKerasStep, lambda: [layers.Dense(4)])),
     "of layers": of_means(ADDED, validation_data=(X[:24], Y[:24])),
-    "of layers, of the larger part": of_means(ADDED_5, 9),
     "two means of a layer": one_device(
         of(parts=lambda: [layers.Dense(1), TwoMeans()], loss="mse", rate=0.001), X, Y,
         batch_size=8,
-    ),
-    "a loss per example of known shape": of_means(
-        by_tape(lambda y, p: in_python(y, p, y.shape[:1]))
-    ),
-    "one number of known shape": of_means(
-        by_tape(lambda y, p: tf.ensure_shape(tf.reduce_mean(in_python(y, p)), []))
-    ),
-    "over sequences of unknown length": one_device(
-        over_sequences, sequences(), None, batch_size=None, shuffle=False
     ),
 }
 # fmt: on

@@ -209,18 +209,6 @@ def test_a_run_that_was_ended_stays_so_and_one_that_was_over_can_be_made_longer(
     assert train_as_chief(tmp_path / "over", epochs=2)[2] == 2
 
 
-def test_a_request_that_another_task_has_seen_first_counts(tmp_path, in_chief):
-    folder = tmp_path / "checkpoints"
-
-    def seen_elsewhere(epoch, logs):
-        Evaluations(folder).ask_to_stop({})
-        other.model.stop_training = True
-
-    other = keras.callbacks.LambdaCallback(on_epoch_end=seen_elsewhere)
-    _, looking, epochs = train_as_chief(folder, other)
-    assert (epochs, looking.has_stopped) == (1, True)
-
-
 def refused_in_evaluator(*callbacks, **options):
     with in_evaluator():
         return refused(lambda: tfdist.fit(model(), X, Y, callbacks=callbacks, **options))

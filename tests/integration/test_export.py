@@ -146,28 +146,6 @@ def test_what_is_in_the_directory_already(trained, tmp_path, monkeypatch):
     assert listed == [(name, f"/models/{name}") for name in ("full", "m", "text")]
 
 
-@pytest.mark.filterwarnings("ignore:InputLayer does not have a `quantize`")  # before Keras 3.16
-def test_a_quantized_model_is_exported_with_its_answers(tmp_path):
-    model = line()
-    model.quantize("int8")
-    place = tfdist.export_model(model, tmp_path)
-    assert any(v.dtype == tf.int8 for v in tf.saved_model.load(str(place)).variables)
-
-
-def test_layers_that_have_seen_data_and_models_inside(tmp_path):
-    values, words = RNG.randn(20, 2) * 1e5 + 3e5, np.array(["a b", "b", "z"])
-    scale, look_up = layers.Normalization(), layers.TextVectorization(output_mode="multi_hot")
-    scale.adapt(values)
-    look_up.adapt(["a b c", "b c d"])
-    number, word = keras.Input((2,), name="number"), keras.Input((), dtype="string", name="word")
-    inner = keras.Sequential([keras.Input((7,)), layers.Dense(8, "tanh"), layers.Dense(3)])
-    x = inner(layers.Concatenate()([scale(number), look_up(word)]))
-    model = keras.Model({"number": number, "word": word}, x, name="mixed")
-    asked = {"number": values[:3].astype("float32"), "word": words}
-    (found,) = call(tfdist.export_model(model, tmp_path, samples=asked), **asked).values()
-    np.testing.assert_allclose(found, model(asked), atol=1e-6)
-
-
 def test_inputs_and_outputs_keep_their_names_in_any_order(tmp_path):
     b, a = (keras.Input((3,), name=name) for name in "ba")
     x = layers.Dense(2, name="x")(a)
@@ -201,17 +179,6 @@ def test_inputs_without_names_have_the_same_names_in_each_export(tmp_path, warni
             place = tfdist.export_model(exported, tmp_path / "served")
             assert [*manifest_of(place)["inputs"]] == names
     assert warnings() == []
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [np.ones((2, 4)), np.ones(3), np.ones((0, 3)), np.array([["a"] * 3]), [np.ones((2, 3))] * 2],
-    ids=["width", "rank", "empty", "text", "count"],
-)
-def test_samples_that_are_no_inputs_publish_nothing(tmp_path, samples):
-    with pytest.raises((ValueError, TypeError, tf.errors.OpError)):
-        tfdist.export_model(line(), tmp_path, samples=samples)
-    assert not files_in(tmp_path)
 
 
 def of_texts(masked):

@@ -1,7 +1,6 @@
 """Fused kernels: what they compute is Keras', and where they are taken."""
 
 import functools
-import itertools
 
 import keras
 import numpy as np
@@ -349,15 +348,6 @@ def test_on_a_device_of_its_own_a_layer_gives_the_bits_of_one_device(strategies,
     placed = PlacedStrategy("/CPU:0", {"batch_normalization": "CPU:1"})
     np.testing.assert_equal(fitted(placed, True), fitted(strategies[1], True))
     assert kernels
-
-
-def test_a_fit_is_by_what_it_asks_for_alone(strategies):
-    by_keras, by_kernels, mixed = (
-        fitted(strategies[1], *asked) for asked in ((False, False), (True, True), (True, False))
-    )
-    for one, other in itertools.combinations((by_keras, by_kernels, mixed), 2):
-        assert any((a != b).any() for a, b in zip(one, other, strict=True))
-    np.testing.assert_equal(fitted(strategies[1], True, True), by_kernels)  # the bits
 
 
 def test_keras_own_training_is_as_it_was(strategies, kernels):

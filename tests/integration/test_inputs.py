@@ -1,11 +1,5 @@
 """Every kind of data, on one device and several: the same examples, the same weights."""
 
-import gc
-import itertools
-import sys
-import threading
-import types
-
 import keras
 import numpy as np
 import pytest
@@ -18,7 +12,6 @@ from tfdist import phases
 from tfdist.data import InputFunctionSource, PyDatasetSource, StreamSource
 from tfdist.strategy import job_of
 from tfdist.training import inputs
-from tfdist.training.task_agreement import require_same_batches
 
 RNG = np.random.RandomState(0)
 # Of batches of 8 the last has one example, and nothing for one of two replicas.
@@ -167,33 +160,6 @@ def test_devices_of_a_task_share_one_order_of_a_function_of_input_context(strate
     assert first.tolist() != second.tolist()
 
 
-def test_overfitting_sees_the_same_batches_of_a_stream_that_is_shuffled(strategies):
-    shuffled = dataset().unbatch().shuffle(49).batch(8)
-    first, _, third, _ = read_by(strategies[1], shuffled, epochs=2, overfit_batches=2)
-    np.testing.assert_array_equal(first, third)
-
-
-def test_class_weights_of_labels_whose_width_is_not_known_before(strategies):
-    def widened(x, y):
-        return x, tf.raw_ops.PlaceholderWithDefault(input=y, shape=(None, None))
-
-    labels = np.array([0, 1, 2, 1])
-    for y in (labels[:, None], np.eye(3)[labels]):
-        stream = tf.data.Dataset.from_tensor_slices((X[:4], y)).batch(4).map(widened)
-        (weights,) = read_by(strategies[1], stream, epochs=1, class_weight={1: 5.0, 2: 9.0})
-        assert weights.tolist() == [1, 5, 9, 5]
-
-
-def test_a_function_of_input_context_keeps_its_transform_where_it_is_read_whole(strategies):
-    def doubled(batch, *, example_ids, epoch, seed):
-        return batch[0] * 2, batch[1]
-
-    model, _ = train(strategies[2], X, Y, batch_size=8)
-    source = InputFunctionSource(lambda context: dataset(), transform=doubled)
-    predicted = tfdist.predict(model, source, verbose=0)
-    np.testing.assert_allclose(predicted, model(X * 2).numpy(), rtol=1e-5, atol=1e-6)
-
-
 def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies):
     """Else what stands at one place of a batch is augmented alike in every step."""
     seen = []
@@ -215,30 +181,6 @@ def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies)
         seen.clear()
         train(strategies[2], source, epochs=2, steps_per_epoch=4)
         assert len(seen) == len(set(seen)) >= 48
-
-
-@pytest.mark.parametrize("kind", ["ragged", "sparse"])
-def test_batches_of_rows_of_no_fixed_size_train_as_under_keras(strategies, kind):
-    tokens = tf.ragged.constant([[1, 2], [3], [4, 5, 1], [2, 2]] * 5, dtype=tf.int32)
-    rows = tf.sparse.from_dense(X[:20] * (X[:20] > 0))
-    data = tf.data.Dataset.from_tensor_slices((tokens if kind == "ragged" else rows, Y[:20]))
-
-    def model():
-        keras.utils.set_random_seed(1)
-        first = [keras.Input((4,), sparse=True)]
-        if kind == "ragged":
-            first = [keras.Input((None,), dtype="int32", ragged=True), keras.layers.Embedding(6, 4)]
-            first += [keras.layers.GlobalAveragePooling1D()]
-        made = keras.Sequential([*first, keras.layers.Dense(1)])
-        made.compile(keras.optimizers.SGD(0.05), "mse")
-        return made
-
-    with strategies[2].scope():
-        ours = model()
-    tfdist.fit(ours, data.batch(8), epochs=2, verbose=0)
-    theirs = model()
-    theirs.fit(data.batch(8), epochs=2, verbose=0)
-    assert difference(ours, theirs) < 1e-6
 
 
 def test_a_batch_without_an_example_is_a_step_as_under_keras(strategies):
@@ -267,24 +209,6 @@ def test_evaluate_and_predict_see_every_example_once(kind, strategies):
     np.testing.assert_allclose(predicted, model(X).numpy(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["pydataset", "dataset", "unknown_length"])
-def test_no_call_leaves_an_iterator_behind(kind, strategies):
-    def iterators():
-        return [x for x in gc.get_objects() if type(x).__name__ == "OwnedIterator"]
-
-    (data,) = KINDS[kind][0]()
-    gc.collect()
-    before = list(map(id, iterators()))
-    gc.disable()
-    try:
-        model, _ = train(strategies[2], data, validation_data=data)
-        tfdist.evaluate(model, data, verbose=0)
-        tfdist.predict(model, data, verbose=0)
-        assert [x for x in iterators() if id(x) not in before] == []
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize(
     "packed", [lambda x: (x, x[:, :1]), lambda x: x, lambda x: {"x": x}], ids=["pair", "x", "dict"]
 )
@@ -308,15 +232,6 @@ def test_a_stream_that_is_read_again_says_on_the_way_that_this_goes_on(strategie
     assert float(tf.reduce_max(tf.nest.flatten(part)[0])) == 40
     # After the batches 0, 16 and 32; what makes examples of them may read some ahead.
     assert 3 <= len(set(said[:41])) <= 4
-
-
-def test_what_a_program_does_after_an_error_in_its_training_is_its_own(strategies):
-    def fails(epoch, logs):
-        raise OSError("no more")
-
-    with pytest.raises(OSError, match="no more"):
-        train(strategies[1], X, Y, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=fails)])
-    assert phases.current().phase == "done"
 
 
 def test_pydataset_hooks_are_called_between_passes_and_where_a_run_goes_on_within_one(
@@ -375,28 +290,3 @@ def test_virtual_epochs_do_not_cut_batches_that_come_ready(strategies):
     assert told.code == "cut-batches"
     model, _ = train(strategies[1], dataset(), virtual_epochs=tfdist.VirtualEpochs(48, 2))
     assert model.optimizer.iterations.numpy() == 6
-
-
-def test_digests_are_looked_through_while_threads_note_more():
-    digests = dict.fromkeys(range(100, 200), (0, 0))  # of steps that are still to come
-    feed = types.SimpleNamespace(digests=digests, digests_cover_inputs=True, ends=None)
-    over = threading.Event()
-
-    def note():
-        for step in itertools.count(200):
-            if over.is_set():
-                return
-            digests[step] = digests[step - 100]
-            del digests[step - 100]
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    thread = threading.Thread(target=note)
-    thread.start()
-    try:
-        for _ in range(50_000):
-            require_same_batches(None, feed, 0, 1)
-    finally:
-        over.set()
-        thread.join()
-        sys.setswitchinterval(before)

@@ -292,31 +292,6 @@ def test_model_checkpoint_counts_batches(strategies, tmp_path, frequency, option
     assert sorted({saved for saved, *_ in written(tmp_path).values()}) == steps
 
 
-def test_tensorboard_counts_the_batches_of_a_validation(strategies, tmp_path):
-    """Those of its blocks it would write by chance, which depend on how long they take."""
-    board = keras.callbacks.TensorBoard(tmp_path, update_freq=len(X))
-    options = {"batch_size": 1, "verbose": 0, "callbacks": [board]}
-    tfdist.evaluate(make_model(strategies[1]), X, Y, **options)
-    assert "validation evaluation_loss_vs_iterations" in written(tmp_path)
-
-
-def assert_long(ranges, steps):
-    """The first ranges are of one step, to learn how long it takes; those after are longer."""
-    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])]
-    assert ranges[-1][1] == steps
-    assert max(last - first for first, last in ranges) > 2
-
-
-def test_terminate_on_nan_stops(strategies):
-    y = Y.copy()
-    y[11] = np.nan
-    options = OPTIONS | {"validation_data": None}
-    stopper = keras.callbacks.TerminateOnNaN()
-    history = tfdist.fit(make_model(strategies[2]), X, y, **options, callbacks=[stopper])
-    assert history.epoch == [0]
-    assert np.isnan(history.history["loss"]).all()
-
-
 def assert_same_calls(ours, theirs):
     assert [call[:-1] for call in ours] == [call[:-1] for call in theirs]
     for one, other in zip(ours, theirs, strict=True):
@@ -358,17 +333,6 @@ def test_in_every_hook_a_task_says_that_it_runs_code_of_the_programs_own(strateg
     callback = type("Doing", (keras.callbacks.Callback,), {hook: noting(hook) for hook in hooks})()
     tfdist.fit(make_model(strategies[1]), X, Y, callbacks=[callback], **OPTIONS)
     assert doing == {hook: {"callback"} for hook in hooks}
-
-
-def test_a_callback_without_batch_hooks_leaves_ranges_long(strategies, ranges):
-    class Mine(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            logs["mine"] = epoch + 0.5
-
-    model = make_model(strategies[1])
-    history = tfdist.fit(model, X, Y, BATCH_SIZE, EPOCHS, verbose=0, callbacks=[Mine()])
-    assert_long(ranges, EPOCHS * STEPS)
-    assert history.history["mine"] == [0.5, 1.5, 2.5]
 
 
 @pytest.mark.parametrize(

@@ -578,18 +578,6 @@ def test_stock_accumulation_fails_under_a_strategy(strategies):
         stock_steps(strategies[2], model, [4])
 
 
-def test_stock_squares_each_slice_of_a_row_by_itself():
-    def velocity(*, traced):
-        optimizer = keras.optimizers.RMSprop(rho=0.0)
-        step = stepping(optimizer, keras.Variable([[0.0], [0.0]]), traced=traced)
-        rows = tf.constant([1, 1]), tf.constant([2, 1])
-        step(tf.IndexedSlices(tf.constant([[1.0], [2.0]]), *rows))
-        return optimizer._velocities[0].numpy().tolist()
-
-    assert velocity(traced=False) == [[0.0], [5.0]]
-    assert velocity(traced=True) == [[0.0], [9.0]]
-
-
 def kept_gradients():
     return {name for name in gradient_registry.list() if name.startswith("CustomGradient")}
 
@@ -754,22 +742,6 @@ def sums(compiled, add):
 
 def by_addn(terms):
     return tf.raw_ops.AddN(inputs=terms)
-
-
-def test_slices_count_in_a_sum_and_shapes_are_known_after_it():
-    """Gradients of an embedding that is looked up twice, and that what comes of it is times."""
-
-    def gradient(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            looked_up = tf.tanh(tf.gather(x, [1, 3, 3])) + tf.gather(x, [3, 0, 1])
-            found = tf.tanh(looked_up @ tf.transpose(x))
-        total = tape.gradient(found, x)
-        assert total.shape == x.shape
-        return tf.convert_to_tensor(total)
-
-    x = tf.constant(X)
-    np.testing.assert_allclose(keras_compat.compiled(gradient)(x), gradient(x), rtol=1e-5)
 
 
 @shows("tensorflow.python.ops.gen_math_ops.add_n")

@@ -97,22 +97,6 @@ def test_who_speaks_to_a_server_of_tensorflow_tells_it_once_and_leaves_it_as_it_
         assert session.run(tf.constant(7)) == 7
 
 
-def test_versions_of_a_task_that_the_cluster_does_not_have_are_ignored(listeners, caplog):
-    chief, ps, *workers = (f"127.0.0.1:{one.getsockname()[1]}" for one in listeners)
-    own, others = (
-        ClusterSpec(chief=(chief,), ps=(ps,), worker=tuple(workers[:count])) for count in (1, 2)
-    )
-    versions = VersionHandshake(TaskConfig(cluster=own, task=Task("chief", 0)))
-    with versions.receiving_at(listeners[0]):
-        for index in (1, 0):
-            config = TaskConfig(cluster=others, task=Task("worker", index))
-            assert send_versions(config).wait(DEADLINE_S)
-        versions.require_same([Task("worker", 0)])
-    assert [line for line in caplog.messages if "worker-" in line] == [
-        "ignored the versions that worker-1 sent from 127.0.0.1: the cluster has no such task"
-    ]
-
-
 def test_who_speaks_slowly_and_a_lack_of_descriptors_hold_up_no_versions(listeners):
     chief, *others = (f"127.0.0.1:{one.getsockname()[1]}" for one in listeners)
     cluster = ClusterSpec(chief=(chief,), ps=tuple(others[:1]), worker=tuple(others[1:2]))

@@ -12,7 +12,6 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.processes import until
 from tfdist import phases
 from tfdist.cluster import KINDS
 from tfdist.errors import PeerLost
@@ -132,32 +131,6 @@ def test_a_ps_that_falls_silent_while_workers_wait_for_it_ends_the_work_with_its
 
 def unavailable(text="Socket closed"):
     return tf.errors.UnavailableError(None, None, text)
-
-
-def test_a_unit_is_not_blamed_for_idle_workers_that_are_gone(pool, connections):
-    release, begun = [threading.Event() for _ in range(3)], threading.Barrier(4)
-
-    def wait(incarnation):
-        begun.wait(DEADLINE_S)
-        return release[incarnation.worker_index].wait(DEADLINE_S)
-
-    busy = [pool.submit(wait) for _ in release]
-    begun.wait(DEADLINE_S)
-    release[1].set()
-    release[2].set()
-    # Two of them, or it would be taken back from those.
-    assert len(list(itertools.islice(concurrent.futures.as_completed(busy, DEADLINE_S), 2))) == 2
-
-    def work(incarnation):
-        if incarnation.worker_index:
-            raise unavailable()
-
-    connections.silent.update((1, 2))
-    unit = pool.submit(work)
-    until(lambda: connections.connected == {0}, within_s=DEADLINE_S)
-    release[0].set()
-    assert unit.result(DEADLINE_S).times == 2  # begun by one of them, and not by the other
-    assert all(future.result(DEADLINE_S) for future in busy)
 
 
 def cannot_reach(ps, *workers):

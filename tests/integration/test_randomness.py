@@ -171,21 +171,6 @@ def test_dropout_and_noise_are_as_told_and_independent(strategies):
     assert_uncorrelated(np.concatenate([*(values != 0 for values in dropped), noise]))
 
 
-def test_predictions_that_draw_differ_from_call_to_call(strategies):
-    """Monte Carlo dropout counts on it."""
-    x = np.ones((4, 50), "float32")
-    layers = [keras.layers.Dropout(0.5)]
-    with strategies[2].scope():
-        model = Drawing(*layers)
-    one, two = (tfdist.predict(model, x, verbose=0)[0] for _ in range(2))
-    assert (one != two).any()
-    shown = []
-    for _ in range(2):
-        keras.utils.set_random_seed(3)
-        shown.append(tfdist.predict(model, x, verbose=0)[0])
-    np.testing.assert_array_equal(*shown)
-
-
 class Langevin(keras.optimizers.SGD):
     """Adds noise to each update, as stochastic gradient Langevin dynamics does."""
 
@@ -204,22 +189,3 @@ def test_replicas_draw_alike_in_an_update(strategies):
         kernels += strategies[replicas].experimental_local_results(model.layers[0].kernel.value)
     for kernel in kernels[1:]:
         np.testing.assert_allclose(kernel, kernels[0], atol=1e-6)
-
-
-def test_a_draw_inside_a_loop_of_the_model_is_warned_of(strategies, caplog):
-    class Looping(keras.layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.generator = keras.random.SeedGenerator(1)
-
-        def call(self, x):
-            def body(i, y):
-                return i + 1, y + keras.random.normal(tf.shape(y), seed=self.generator)
-
-            return tf.while_loop(lambda i, _: i < 3, body, [0, x])[1]
-
-    with strategies[1].scope():
-        model = keras.Sequential([keras.Input((UNITS,)), Looping(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    tfdist.fit(model, ONES, TARGETS, BATCH_SIZE, verbose=0)
-    assert "a random draw inside a loop" in caplog.text

@@ -297,27 +297,6 @@ def test_the_state_of_a_stranger_sets_only_what_is_saved(tmp_path):
     assert [dict(vars(callback)) for callback in mine] == before
 
 
-@pytest.mark.parametrize(
-    ("name", "state"),
-    [
-        ("EarlyStopping", {"wait": "3"}),
-        ("EarlyStopping", {"best": [0.5]}),
-        ("ReduceLROnPlateau", {"cooldown_counter": 1.5}),
-        ("ModelCheckpoint", {"monitor": "loss", "best": "0.5"}),
-        ("History", {"history": {"loss": 0.5}}),
-        ("History", {"epoch": ["0"]}),
-        ("TensorBoard", {"_global_train_batch": [0]}),
-        ("CSVLogger", {"keys": "loss"}),
-        ("SwapEMAWeights", {"_ema_weights_in_model": 1}),
-        ("History", [0]),
-    ],
-)
-def test_a_state_of_other_types_is_refused(tmp_path, name, state):
-    mine = listed(tmp_path)
-    told = refusal(lambda: callback_state.set_states(mine, {f"{name}-0": state}))
-    assert (told.where, told.code) == (f"checkpoint: state of {name}", "damaged")
-
-
 @pytest.fixture(scope="module")
 def small(strategies):
     """The model of the checkpoint in `data`, and its directory."""
@@ -451,30 +430,6 @@ def test_a_checkpoint_of_another_model_is_refused(strategies, finished):
 def test_an_interval_that_cannot_be_is_refused(tmp_path, interval, where, code):
     found, is_code = refused(lambda: tfdist.BackupAndRestore(tmp_path, **interval))
     assert (found.removeprefix("BackupAndRestore: "), is_code) == (where, code)
-
-
-def test_metric_totals_of_another_number_of_replicas_are_taken_over(strategies, tmp_path):
-    with pytest.raises(Cut):
-        fit(make(strategies[2]), tmp_path, [AtStep(7)])
-    model = make(strategies[1])
-    history = fit(model, tmp_path, epochs=1)
-    whole = make(strategies[2])
-    expected = fit(whole, tmp_path / "whole", epochs=1)
-    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=0.2)
-
-
-def test_slots_that_copy_the_weights_copy_those_given(strategies, tmp_path):
-    made = []
-    for _ in range(2):
-        with strategies[2].scope():
-            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, name="out")])
-            model.compile(keras.optimizers.ScheduleFreeAdamW(0.01), "mse")
-        made.append(model)
-    made[0].save_weights(tmp_path / "m.weights.h5")
-    given = {"initial_weights": tmp_path / "m.weights.h5"}
-    for model, options in zip(made, ({}, given), strict=True):
-        tfdist.fit(model, X, Y, batch_size=8, seed=1, verbose=0, **options)
-    np.testing.assert_equal(made[1].get_weights(), made[0].get_weights())
 
 
 def test_model_checkpoint_leaves_a_whole_file(strategies, tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import threading
-import tracemalloc
 import types
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
@@ -17,7 +16,6 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.clock import Clock
 from tests.models import AtStep, Cut, around, bits, classifier
 from tests.refusals import refusal
 from tfdist.checkpoint import CheckpointStore, model_state
@@ -183,7 +181,6 @@ def test_a_run_without_a_whole_checkpoint_says_so_and_starts_over(strategies, tm
 
 
 # The best
-# The best
 
 
 def best_of(directory):
@@ -324,16 +321,6 @@ def test_exact_refuses_another_number_of_replicas_or_threads(
     assert f"resumed with another setup ({differences}): " in caplog.text
 
 
-def test_a_run_of_a_stream_says_once_that_it_resumes_by_replay(strategies, tmp_path, caplog):
-    caplog.set_level("INFO", logger="tfdist")
-    stream = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
-    for data, told in (((stream,), 1), ((X, Y), 0)):
-        caplog.clear()
-        backup = tfdist.BackupAndRestore(tmp_path / str(told))
-        tfdist.fit(make(strategies[1]), *data, verbose=0, callbacks=[backup])
-        assert caplog.text.count("(replay)") == told
-
-
 def test_fit_refuses_what_is_not_exact_before_any_step(strategies, tmp_path):
     class Noisy(keras.layers.Layer):
         def call(self, x):
@@ -366,18 +353,6 @@ def worker(*, is_chief):
     )
 
 
-def test_an_array_on_its_way_to_the_others_takes_its_memory_once_more(monkeypatch):
-    monkeypatch.setattr(group, "sum_over_tasks", lambda _, mine, of: mine.copy())
-    monkeypatch.setattr(group, "_PIECE_WORDS", 2**10)
-    array = np.arange(2**20 + 3).astype(np.uint8)
-    tracemalloc.start()
-    came = group.sum_bytes(worker(is_chief=True), array, of="an array")
-    _, peak_bytes = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak_bytes < 1.1 * array.nbytes
-    np.testing.assert_array_equal(came, array)
-
-
 def test_text_of_several_tasks_comes_together(monkeypatch):
     meeting, given = threading.Barrier(2, timeout=30), {}
 
@@ -403,28 +378,6 @@ def test_a_state_that_json_cannot_say_names_its_callback(strategies, tmp_path):
     listing.seen = [{1}]
     told = refusal(lambda: fit(make(strategies[1]), tmp_path, listing))
     assert (told.where, told.code) == ("Listing.get_state", "not-json")
-
-
-def test_the_interval_is_chosen_by_what_a_save_costs(strategies, tmp_path, monkeypatch):
-    clock, capture = Clock(), model_state.capture
-
-    class Step(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            clock.now_s += 10.0
-            backup.wait()  # as one that is being written puts the next off
-
-    def costly(*args):
-        clock.now_s += 2.0
-        return capture(*args)
-
-    monkeypatch.setattr(model_state, "capture", costly)
-    backup = tfdist.BackupAndRestore(
-        tmp_path / "b", save_freq="auto", mtbf_s=3600.0, keep=100, clock=clock
-    )
-    model = make(strategies[1])
-    tfdist.fit(model, X, Y, batch_size=2, verbose=0, callbacks=[backup, Step()])
-    # After the first minute one that tells the cost, then at 1 % of the time, then the epoch's.
-    assert CheckpointStore(tmp_path / "b").steps() == [7, 28, 30]
 
 
 def test_names_of_a_saved_model_are_shown_without_control_characters(strategies):

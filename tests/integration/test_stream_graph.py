@@ -1,7 +1,6 @@
 """Streams are read in parts without harm to their caches, and alike in every reading."""
 
 import dataclasses
-import gc
 
 import keras
 import numpy as np
@@ -199,25 +198,6 @@ def test_large_arrays_are_held_once_by_all_readings():
     for _ in range(2):
         np.testing.assert_array_equal(values(read(dataset, Reading()))[0], x)
     assert len(dataset._tfdist_graph._large) == 1
-
-
-def test_a_reading_outlives_its_dataset_and_both_leave_nothing_behind():
-    def reading():
-        dataset = tf.data.Dataset.range(3)
-        for call in (tf.numpy_function, tf.py_function):
-            dataset = dataset.map(
-                plain(lambda n, call=call: tf.ensure_shape(call(np.square, [n], tf.int64), []))
-            )
-        return read(dataset.cache(), Reading())
-
-    before = set(context.context().list_function_names())
-    kept = reading().repeat(2)
-    gc.collect()
-    assert values(kept) == [0, 1, 16, 0, 1, 16]
-    del kept
-    gc.collect()
-    copies = set(context.context().list_function_names()) - before
-    assert [name for name in copies if "tfdist" in str(name)] == []
 
 
 def test_another_process_gets_the_graph_with_the_seeds():

@@ -78,18 +78,6 @@ def epochs_in(told):
     return [what["epoch"] for _, what in told if "epoch" in what]
 
 
-def test_a_tracker_sees_each_epoch_and_block_and_shortens_none(strategies, board, told, blocks):
-    train(strategies[1], [])
-    alone, blocks[:] = list(blocks), []
-    train(strategies[1], [board()])
-    assert len(blocks) < EPOCHS * STEPS
-    assert len(blocks) <= len(alone) + EPOCHS
-    assert [what for _, what in told if "block" in what] == [
-        {"block": (last - 1) % STEPS, "names": ["loss"]} for _, last in blocks
-    ]
-    assert epochs_in(told) == [0, 1, 2]
-
-
 def test_a_hook_of_a_class_derived_from_a_trackers_sees_every_batch(board):
     derived = type("Mine", (board,), {"on_train_batch_end": lambda self, batch, logs=None: None})
     derived.__module__ = "mine"
@@ -130,18 +118,6 @@ def multiples_of_5(ends):
     """The ends of blocks in which there is one."""
     pairs = zip([0, *ends], ends, strict=False)
     return [last for before, last in pairs if last // 5 > before // 5]
-
-
-def test_a_killed_run_goes_on_in_its_own_and_logs_each_epoch_once(
-    strategies, board, tmp_path, told, blocks
-):
-    def attempt(*more):
-        callbacks = [board(), tfdist.BackupAndRestore(tmp_path), *more]
-        train(strategies[1 if more else 2], callbacks)
-
-    killed_and_gone_on(blocks, attempt)
-    assert len({run for run, _ in told}) == 1
-    assert epochs_in(told) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("freq", ["epoch", 5])
@@ -215,36 +191,6 @@ def test_mlflow_has_one_run_with_each_step_once(
         assert len(ends) < EPOCHS * STEPS
     else:
         assert steps == list(range(EPOCHS))
-
-
-class LoseStore(keras.callbacks.Callback):
-    """Puts a file in the place of the store when the first epoch has ended."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path = path
-
-    def on_epoch_end(self, epoch, logs=None):
-        if self.path.is_dir():
-            self.path.rename(self.path.with_suffix(".lost"))
-            self.path.touch()
-
-    def give_back(self):
-        self.path.unlink()
-        self.path.with_suffix(".lost").rename(self.path)
-
-
-def test_a_store_that_is_lost_is_one_warning(mlflow, strategies, tmp_path, caplog):
-    mlflow.start_run()
-    board = mlflow.keras.MlflowCallback(log_every_epoch=False, log_every_n_steps=1)
-    lose = LoseStore(tmp_path / "mlruns")
-    history = train(strategies[1], [board, lose])
-    mlflow.flush_async_logging()
-    lose.give_back()
-    assert len(history.history["loss"]) == EPOCHS
-    (said,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
-    assert said.startswith("MLflow: cannot write (")
-    assert said.endswith("; the training continues without it")
 
 
 def test_autolog_logs_a_run_of_the_chief_only(mlflow, strategies, monkeypatch, blocks):

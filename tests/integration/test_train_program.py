@@ -178,24 +178,6 @@ def test_overwrite_runs_again_with_another_seed_and_keeps_the_old(finished, tmp_
     assert old["weights_sha256"] == first["weights_sha256"]
 
 
-def test_config_lines_reach_the_training(tmp_path):
-    lines = {"precision": "mixed_bfloat16", "optimizer": "adamw", "clip_norm": "1"}
-    lines |= {"schedule": "cosine", "model": "dense"}
-    flags = [f"--config.{name}={value}" for name, value in lines.items()]
-    summary = trained(tmp_path / "run", *SHORT, *flags)
-    assert summary["status"] == "done"
-    assert summary["steps"] == 21
-    assert len(RunDirectory(tmp_path / "run").read_metrics()) == 3
-
-
-def test_overfitting_a_few_batches_learns_them_by_heart(tmp_path):
-    config = Path(__file__).parents[2] / "configs" / "overfit_digits.py"
-    flags = ("--config.total_examples=12800", "--config.seed=1")
-    summary = trained(tmp_path / "run", f"--config={config}", *flags)
-    assert summary["metrics"]["loss"] < 0.02
-    assert summary["metrics"]["accuracy"] == 1.0
-
-
 def test_patience_ends_a_run_that_does_not_get_better_in_a_directory_of_its_own(tmp_path):
     arguments = ["--config.early_stopping_patience=1", "--config.learning_rate=1e-30"]
     done = train(None, *SHORT, *arguments, "--config.checkpoints=10", cwd=tmp_path)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, call
 
 import keras_tuner
 import pytest
@@ -19,7 +18,7 @@ from tests.unit.sweep_world import FAILED, World, trials_in
 from tfdist.configs import base
 from tfdist.errors import TfdistError
 from tfdist.outputs.sweep_journal import Journal, fold, read
-from tfdist.tuning import oracle, sweep
+from tfdist.tuning import sweep
 from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.options import RunOptions, SweepOptions
 from tfdist.tuning.oracle import Search, SearchSpace, make_oracle
@@ -148,19 +147,6 @@ def test_an_oracle_that_is_brought_to_any_line_of_a_journal_answers_as_the_one_b
     assert [t.score for t in trials] == [t.score for t in expected]
 
 
-def test_a_replay_fits_the_model_only_for_a_later_guess():
-    inner = Mock()
-    model = oracle._Model(inner)
-    model.is_replay = True
-    model.fit("x", "y")
-    with pytest.raises(oracle._Replayed):
-        model.predict("the optimum")
-    assert inner.method_calls == []
-    model.has_new_data = False  # the next answer begins
-    model.predict("a running trial")
-    assert inner.method_calls == [call.fit("x", "y"), call.predict("a running trial")]
-
-
 @pytest.mark.parametrize("tuner", ["random", "grid"])
 def test_several_at_once_find_the_same_set_and_a_grid_in_its_order(tuner, tmp_path):
     at_once: list[int] = []
@@ -178,20 +164,6 @@ def test_several_at_once_find_the_same_set_and_a_grid_in_its_order(tuner, tmp_pa
     assert set(three) == set(one) == set(values("torn", slots=3, at=9))
     if tuner == "grid":
         assert three == one
-
-
-def test_a_metric_that_keras_tuner_cannot_make_is_written_down_as_others_are(tmp_path):
-    """KerasTuner makes a MeanIoU to see which way is better, and does not know its classes."""
-    search = search_of("random", space_of(tmp_path, SPACE), tmp_path, [])
-    name = search.ask().trial
-    assert name is not None
-    history = [{"virtual_epoch": n, "val_accuracy": 0.5, "mean_io_u": n / 4} for n in (1, 2)]
-    search.tell({"trial": name, "status": "COMPLETED", "history": history, "reason": ""})
-    search.publish()
-    trial = opened("random", tmp_path).oracle.get_best_trials()[0]
-    assert trial.score == 0.5
-    assert trial.best_step == 0  # of the first of both: KerasTuner counts from 0
-    assert [one.value for one in trial.metrics.get_history("mean_io_u")] == [[0.25], [0.5]]
 
 
 def test_results_that_cannot_be_written_are_one_line(tmp_path):

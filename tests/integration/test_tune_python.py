@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,6 @@ import sklearn.datasets  # noqa: F401  # seen as imported
 from keras_tuner.src.engine.base_tuner import BaseTuner
 
 import tfdist.tuning
-from tests.processes import python
 from tests.refusals import refusal, refused
 from tfdist.cluster import KINDS
 from tfdist.errors import TfdistError
@@ -462,24 +460,6 @@ def test_a_tuner_without_a_model_is_searched_over_what_it_has_named_before(trial
     assert refused(lambda: run(late)) == ("search space", "new-hyperparameter")
 
 
-def test_what_a_trial_returns_is_its_result(trials):
-    def returns(self: Any, trial: Any, *args: Any, **kwargs: Any) -> Any:
-        return {"val_accuracy": 0.25, "size": 7}
-
-    own = type("Own", (keras_tuner.RandomSearch,), {"run_trial": returns})
-    outcome = trials.run(trials.tuner(kind=own), data=())
-    assert (outcome.score, outcome.best_virtual_epoch) == (0.25, 1)
-
-
-def test_a_trial_whose_epochs_are_shorter_than_an_update_keeps_its_lines_when_it_is_resumed(trials):
-    def accumulated(hp: Any) -> keras.Model:
-        return compiled(keras.layers.Dense(hp.Int("units", 2, 4)), gradient_accumulation_steps=8)
-
-    for epochs in (2, 4):
-        trials.run(trials.tuner(accumulated), epochs=epochs)
-        assert trials.lines("virtual_epoch") == [*range(1, epochs + 1)]
-
-
 def test_a_trial_of_two_executions_gives_their_mean_and_is_not_trained_twice(trials):
     directory = trials.directory()
 
@@ -535,23 +515,6 @@ def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
     assert scores[2] == scores[1] if patience == 1 else scores[2] < scores[1]
 
 
-class ReturnsItsBest(keras_tuner.HyperModel):
-    def build(self, hp: Any) -> keras.Model:
-        return build(hp)
-
-    def fit(self, hp: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return {"val_loss": max(model.fit(*args, **kwargs).history["val_loss"])}
-
-
-@pytest.mark.parametrize(
-    "options", [{"executions_per_trial": 2}, {"model": ReturnsItsBest()}], ids=["two", "own_fit"]
-)
-def test_a_trial_of_hyperband_counts_no_epoch_of_the_one_before(options, trials):
-    for number in (0, 1):
-        outcome, _ = run_in_hyperband(trials, number, first=number, until=number + 1, **options)
-        assert outcome.score == pytest.approx(np.mean(trials.lines("val_loss", str(number))))
-
-
 # The program of a trial.
 
 
@@ -573,17 +536,6 @@ def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(tmp_path, m
     assert tuner.get_best_hyperparameters()[0].get("units") == 4
     assert tuner.project_dir == str(sweep_dir / "keras_tuner")
     assert not (sweep_dir / "keras_tuner" / "oracle.json").exists(), "a trial writes none"
-
-
-def test_the_program_of_a_trial_runs_as_main_with_its_arguments(tmp_path, monkeypatch, capsys):
-    program = tmp_path / "program.py"
-    program.write_text("import sys; print(__name__, sys.argv[1:])")
-    monkeypatch.setattr(trial, "make_strategy", lambda: None)
-    monkeypatch.setattr(trial, "have_tuners_overwrite_nothing", lambda: None)
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    trial.main([str(program), "--lr", "1"])
-    assert "__main__ ['--lr', '1']" in capsys.readouterr().out
 
 
 def test_a_program_that_catches_what_its_search_raises_ends_with_it_in_a_trial(
@@ -647,26 +599,3 @@ def test_the_tuner_of_a_trial_knows_its_space_and_values_and_builds_no_model_for
     assert built == []
     make_tuner(tmp_path / "of another search", Declares())
     assert built != []
-
-
-def test_a_trial_that_is_done_ends_as_an_exit_does_but_is_not_taken_apart():
-    program = """
-import atexit, sys, threading, types
-sys.modules["tfdist.strategy"] = types.ModuleType("without TensorFlow")
-sys.modules["tfdist.strategy"].current_job = sys.modules["tfdist.strategy"].make_strategy = None
-from tfdist.tuning import trial
-
-class Kept:
-    def __del__(self): print("taken apart", flush=True)
-
-kept = Kept()
-atexit.register(print, "registered")
-threading.Thread(target=lambda: (threading.main_thread().join(), print("joined"))).start()
-print("begun")
-trial._end()
-"""
-    done = python("-c", program)
-    assert (done.stdout, done.returncode) == ("begun\njoined\nregistered\n", 0), done.stderr
-
-
-# The sweep of a tuner.

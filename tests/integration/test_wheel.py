@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -61,27 +60,6 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
     files = [path for path in (ROOT / "tfdist").rglob("*") if path.is_file()]
     expected = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
     assert names == expected
-
-
-def test_two_builds_of_the_wheel_have_equal_bytes(dist, wheel, tmp_path):
-    """`make wheel` compares them too, with the newest setuptools."""
-    (sdist,) = dist.glob("*.tar.gz")
-    builds = []
-    for name in ("first", "second"):
-        with tarfile.open(sdist) as archive:
-            archive.extractall(tmp_path / name, filter="data")
-        (source,) = (tmp_path / name).iterdir()
-        run(sys.executable, "-m", "build", *OFFLINE, "--wheel", ".", cwd=source, epoch="1700000000")
-        builds.append((source / "dist" / wheel.name).read_bytes())
-    assert builds[0] == builds[1]
-
-
-def test_the_sdist_holds_what_a_wheel_is_built_of(dist, wheel):
-    root = f"tfdist-{tfdist.__version__}"
-    with tarfile.open(dist / f"{root}.tar.gz") as sdist:
-        names = {name.removeprefix(f"{root}/") for name in sdist.getnames()}
-    modules = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    assert modules | {"LICENSE", "README.md", "setup.cfg", "pyproject.toml"} <= names
 
 
 def test_the_installed_demo_trains_the_digits(site, tmp_path):

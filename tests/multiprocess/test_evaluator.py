@@ -1,16 +1,11 @@
 """Jobs with an evaluator: beside tfdist.train, and in a program that stops early."""
 
-import contextlib
 import json
-import os
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import keras
 import pytest
 
-from tests import forked_python
 from tests.multiprocess.jobs import report
 from tests.multiprocess.trainings import (
     DEADLINE_S,
@@ -20,8 +15,7 @@ from tests.multiprocess.trainings import (
     TrainingJob,
     summary_of,
 )
-from tfdist.cluster import hold_ports
-from tfdist.outputs.run_directory import Evaluations, RunDirectory
+from tfdist.outputs.run_directory import Evaluations
 
 pytestmark = pytest.mark.slow
 
@@ -84,55 +78,6 @@ def test_an_evaluator_ends_the_training_of_a_ps_job_and_ends_with_it(tmp_path):
     assert asked["best_step"] == lines[0]["step"]
     assert asked["step"] == lines[2]["step"]
     assert lines[-1]["step"] >= asked["step"]
-
-
-def test_an_evaluator_that_a_scheduler_starts_is_one_of_the_job(tmp_path):
-    with contextlib.ExitStack() as stack:
-        ports = [stack.enter_context(port) for port in hold_ports(3)]
-        told = told_by_a_scheduler(*(port.address for port in ports))
-        run_dir = tmp_path / "run"
-        codes = codes_of(told, tmp_path, f"--config.run_dir={run_dir}")
-    assert codes == [0, 0, 0], logs(tmp_path)
-    lines = Evaluations(run_dir / "checkpoints").lines()
-    assert lines[-1]["step"] == summary_of(run_dir)["steps"] == 60, logs(tmp_path)
-    assert not [line for line in RunDirectory(run_dir).read_metrics() if "val_loss" in line]
-
-
-def told_by_a_scheduler(first: str, second: str, beside: str) -> list[dict[str, Any]]:
-    """TF_CONFIG of two workers and an evaluator.
-
-    Workers hear that there is one by its type in the cluster, or by our option. An evaluator
-    needs neither: Kubeflow leaves it out.
-    """
-    workers = {"worker": [first, second]}
-    named = {**workers, "evaluator": [beside]}
-    return [
-        {"cluster": named, "task": {"type": "worker", "index": 0}},
-        {
-            "cluster": workers,
-            "task": {"type": "worker", "index": 1},
-            "tfdist": {"evaluator": True},
-        },
-        {"cluster": workers, "task": {"type": "evaluator", "index": 0}, "environment": "cloud"},
-    ]
-
-
-def codes_of(told: list[dict[str, Any]], folder: Path, *flags: str) -> list[int]:
-    """Starts tfdist.train with each TF_CONFIG, as a scheduler would, and waits for all."""
-    small = ("--config.total_examples=3000", "--config.checkpoints=3", "--config.model=dense")
-    command = ("-m", "tfdist.train", "--config.global_batch_size=50", *small, *flags)
-    processes = []
-    for config in told:
-        environ = {**os.environ, "TF_CONFIG": json.dumps(config)}
-        with (folder / f"{len(processes)}.log").open("wb") as log:
-            processes.append(forked_python.Program(*command, env=environ, stdout=log, stderr=log))
-    try:
-        return [process.wait(DEADLINE_S) for process in processes]
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"it did not end\n{logs(folder)}")
-    finally:
-        for process in processes:
-            process.kill()
 
 
 def logs(folder: Path) -> str:

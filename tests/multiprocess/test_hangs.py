@@ -10,7 +10,6 @@ import os
 import signal
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
@@ -96,32 +95,6 @@ def is_gone(pid):
     return proc_state(pid) in (None, "Z")
 
 
-def a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(hang):
-    job = hang(
-        """
-        waits_for_the_others(7) if attempt == 1 else ready()
-        """,
-        "--strategy=multiworker",
-        "--workers=2",
-        "--max_restarts=1",
-        "--startup_timeout_s=2",
-        command=FORK,
-    )
-    pids = job.pids(2)
-    stat = Path(f"/proc/{pids['worker-0']}/stat").read_text()
-    server = int(stat.rpartition(")")[2].split()[1])
-    os.kill(server, signal.SIGSTOP)
-    os.kill(pids["worker-1"], signal.SIGKILL)
-    yield
-    assert job.end() == 0
-    first, second = job.attempts()
-    failure = first["first_failure"]
-    assert failure["task"] == "worker-1"
-    assert "its process is a zombie" in failure["cause"]
-    assert second["exit_code"] == 0
-    assert is_gone(server)
-
-
 def a_task_that_falls_silent_is_named(hang):
     job = hang(
         """
@@ -178,7 +151,6 @@ def a_stopped_task_is_named_and_the_others_show_their_stacks(hang):
 def test_a_stopped_or_silent_task_is_named_and_one_behind_a_pager_is_left_alone(hang):
     side_by_side(
         a_task_that_falls_silent_is_named(hang),
-        a_fork_server_that_is_stopped_is_replaced_for_the_next_attempt(hang),
         a_stopped_task_is_named_and_the_others_show_their_stacks(hang),
         tasks_that_wait_for_someone_to_read_their_output_do_not_hang(hang),
     )

@@ -136,41 +136,6 @@ def test_a_failure_on_one_host_ends_the_job_on_all_and_is_reported_with_its_host
     assert "about to" in failure["last_lines"]
 
 
-def test_a_job_that_failed_is_started_again_on_all_hosts(job):
-    source = ATTEMPT + "if attempt == 1:\n  if index: raise ValueError('boom')\n  else: " + PAUSE
-    said = "print('attempt', attempt, 'started again', os.environ['TFDIST_RESTARTS'])"
-    running = job(f"{source}\n{said}\n", "--max_restarts", "1")
-    assert running.end() == 0
-    assert [attempt["exit_code"] for attempt in report("run")["attempts"]] == [1, 0]
-    assert running.text.count("attempt 2 started again 1\n") == 2
-
-
-def test_a_worker_of_a_ps_job_is_started_again_alone_on_its_host(job, tmp_path):
-    source = (
-        "import json, os, pathlib, signal, time\n"
-        'task = json.loads(os.environ["TF_CONFIG"])["task"]\n'
-        "again = pathlib.Path('again')\n"
-        "if task['type'] == 'chief':\n"
-        "    while not again.exists(): time.sleep(0.05)\n"
-        "elif task['type'] == 'worker' and task['index'] == 0:\n"
-        "    if not pathlib.Path('failed').exists():\n"
-        "        pathlib.Path('failed').touch()\n"
-        "        raise ValueError('boom')\n"
-        "    again.touch()\n"
-        "    signal.pause()\n"
-        "else: signal.pause()\n"
-    )
-    flags = ("--strategy", "ps", "--max_restarts", "1")
-    # The chief on host 0, the worker and the ps on host 1.
-    running = job(source, *flags, "--hosts", "127.0.0.1:1,127.0.0.2:2")
-    assert running.end() == 0
-    (attempt,) = report("run")["attempts"]
-    assert [(past["task"], past["host"]) for past in attempt["restarts"]] == [
-        ("worker-0", HOSTS[1])
-    ]
-    assert (tmp_path / "run/logs/attempt-1/worker-0.restart-1.log").exists()
-
-
 @pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)], ids=["launcher", "agent", "both"])
 def test_a_signal_to_the_launcher_or_an_agent_stops_the_job_on_all_with_the_save(job, asked):
     running = job(SAVE)

@@ -129,11 +129,3 @@ def test_signals_and_exit_codes_pass_through_and_a_refused_namespace_is_no_error
         assert [int(pid) < 10 for pid in pids] == [is_enclosed] * 2
         job.signal(signal.SIGUSR1)
         assert job.end() == 143
-
-
-def test_a_plan_is_printed_without_it(tmp_path):
-    command = [*FEW, "max_net_namespaces", *LAUNCH, "--isolate", "--dry_run", "-m", "this"]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == EXIT_OK, done.stderr

@@ -243,17 +243,6 @@ def test_the_last_line_of_a_stopped_job_resumes_it(launch):
     assert [attempt["exit_code"] for attempt in report(run)["attempts"]] == [143, 0]
 
 
-def test_a_quiet_launcher_shows_warnings_and_failures(launch):
-    for source, code in (("print('hello')", 0), ("print('hello'); raise SystemExit(3)", 3)):
-        job = launch(source, "--verbosity=-1", "--run_dir=run")
-        assert job.end() == code
-        assert "[worker-0] hello\n" in job.text
-        assert "[launch] run directory" not in job.text
-        assert ("[launch] " in job.text) == bool(code)
-    assert "[launch] worker-0 failed first: exit code 3\n" in job.text
-    assert "--verbosity=-1" in job.text.splitlines()[-1]  # the command that resumes
-
-
 # requests to stop
 
 
@@ -541,12 +530,3 @@ def test_a_run_directory_in_use_is_refused(launch):
     assert other.end() == 2
     assert "another job is running in" in other.text
     assert other.text.count("\n") == 1
-
-
-def test_a_misspelt_configuration_is_one_line_and_nothing_is_started(tmp_path):
-    flags = ("--run_dir", tmp_path / "run", "--workers", "2", "--config.global_batchsize=3")
-    done = python("-m", "tfdist.launch", *flags)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "did you mean" in done.stderr
-    assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.jobs import DEADLINE_S, LAUNCH, ROOT, report
+from tests.multiprocess.jobs import DEADLINE_S, ROOT, report
 from tests.multiprocess.trainings import PROGRAMS
 from tests.multiprocess.trainings import launch as launch_training
 from tests.processes import python, until
@@ -89,17 +89,6 @@ def test_metrics_end_with_a_launcher_that_is_killed(launch, port):
     metrics_with(port, 'tfdist_step{task="worker-0"} 7.0')
     job.signal(signal.SIGKILL)
     until(lambda: not is_listening(port), within_s=DEADLINE_S)
-
-
-def test_a_metrics_port_that_is_taken_is_one_line_and_nothing_is_started(launch, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        words = (*LAUNCH[1:], f"--metrics_port={port}", "--run_dir=run", "-m", "this")
-        done = python(*words, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "--metrics_port" in done.stderr
-    assert not list(tmp_path.glob("run/logs/attempt-*/*.log"))
 
 
 def test_a_script_of_plain_fits_has_curves_and_a_restart_repeats_no_step(tmp_path):

@@ -125,11 +125,3 @@ def test_a_peer_that_dies_while_tensorflow_waits_for_it_is_given_up_on_too():
     done = forked_python.run("-c", program, timeout=DEADLINE_S)
     assert done.returncode == 1
     assert 'File "<string>", line 3' in done.stderr
-
-
-def test_a_mistake_ends_a_program_without_the_launcher_in_one_line(monkeypatch):
-    monkeypatch.setenv("TF_CONFIG", "{'cluster': {}}")
-    done = forked_python.run("-c", "import tfdist; tfdist.make_strategy()", timeout=DEADLINE_S)
-    assert done.returncode == EXIT_USAGE
-    assert "Traceback" not in done.stderr
-    assert line_of(done.stderr).startswith("tfdist: TF_CONFIG")

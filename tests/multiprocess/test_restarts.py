@@ -102,9 +102,6 @@ def test_a_fork_server_that_was_killed_is_replaced_for_the_next_attempt(launch):
     assert [attempt["exit_code"] for attempt in report("run")["attempts"]] == [137, 0]
 
 
-# requests to stop, and the end of the launcher, around a restart
-
-
 # a ps job
 
 

@@ -23,7 +23,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import grpc
@@ -324,19 +323,6 @@ def test_a_page_of_another_site_can_send_no_request(shared, host, status):
         assert shared.send("GET", path, None, {"Host": host})[0] == status
 
 
-def test_what_is_no_request_costs_nobody_else(shared):
-    host, port = shared.grpc.split(":")
-    addresses = [shared.rest, (host, int(port))]
-    random = Random(0)
-    open_ones = [socket.create_connection(addresses[n % 2]) for n in range(300)]
-    for connection in open_ones[100:]:
-        connection.sendall(random.randbytes(random.randrange(1, 200)))
-    assert shared.predict([1])[0] == 200
-    for connection in open_ones:
-        connection.close()
-    assert shared.predict([1])[0] == 200
-
-
 def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
     """All that a server says to some bytes until it closes, after we have closed our side."""
     connection = socket.create_connection(address, timeout=DEADLINE_S)
@@ -591,19 +577,6 @@ def follow(supervisor: ServiceSupervisor, begin: Callable[[], None]) -> None:
         asyncio.run(run())
     finally:
         supervisor._end()
-
-
-def test_a_version_that_has_gone_before_its_replica_starts_can_come_back(tmp_path):
-    """As one that is mended by another copy of it, while its replica waits for the next try."""
-    supervisor = supervisor_of(tmp_path)
-
-    def begin() -> None:
-        found = supervisor._models["m"].scanned(find_versions(tmp_path / "m"))
-        supervisor._set("m", found)  # its replica starts in the next turn of the loop
-        supervisor._models["m"] = supervisor._models["m"].scanned({})
-
-    follow(supervisor, begin)
-    assert supervisor._models["m"].replicas == ()
 
 
 def test_a_version_that_is_written_while_it_is_loaded_is_not_served(tmp_path, caplog):

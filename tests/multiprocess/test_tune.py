@@ -228,18 +228,3 @@ def test_a_trial_of_a_killed_agent_ends_with_its_weights_on_another_host(whole, 
     (attempt,) = report(torn.path / "trials" / "0")["attempts"][-1:]
     assert {task["host"] for task in attempt["tasks"]} == {"far"}
     assert weights(torn.path) == weights(whole.path)
-
-
-@pytest.mark.timeout(1.5 * SWEEP_DEADLINE_S)
-def test_two_mirrored_trials_at_once(tmp_path):
-    mirrored = ("--strategy", "mirrored", "--devices_per_worker", "2", "--parallel_trials", "2")
-    sweep = Sweep(tmp_path / "sweep", *mirrored)
-    with sweep.started() as chief:
-        assert chief.wait(SWEEP_DEADLINE_S) == 0
-    trials = sweep.state().trials
-    assert [(trial.status, trial.starts) for trial in trials.values()] == [("completed", 1)] * 2
-    assert (trials["1"].began_at or 0) < (trials["0"].ended_at or 0), "they were not at once"
-    summaries = [RunDirectory(sweep.path / "trials" / n).read_summary() or {} for n in trials]
-    for summary in summaries:
-        assert (summary["strategy"], summary["replicas"]) == ("mirrored", 2)
-    assert {path.name for path in (sweep.path / "tensorboard").iterdir()} == {"0", "1"}

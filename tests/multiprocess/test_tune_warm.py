@@ -73,28 +73,6 @@ def test_what_imports_once_stays_keeps_nothing_of_the_trials_and_ends_with_its_o
     assert not Path(f"/proc/{pid}").exists(), "it goes on importing for nobody"
 
 
-def test_what_cannot_be_shared_is_left_to_the_trials(tmp_path, monkeypatch):
-    (tmp_path / "with_a_thread.py").write_text(
-        "import threading, time; threading.Thread(target=time.sleep, args=[99], daemon=1).start()"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    source = "print(*sorted({'colorsys', 'with_a_thread'} & set(sys.modules))); done(1); finish()"
-    for name, more in (("0", ["no_such_module", "colorsys"]), ("1", ["colorsys", "with_a_thread"])):
-        (tmp_path / name).mkdir()
-        with warmed(tmp_path / name, source, more=more) as trial:
-            trial.runner.warm._environ["PYTHONPATH"] = os.environ["PYTHONPATH"]
-            assert isinstance(trial.run(), Completed)
-            assert told(trial)["is_imported"]
-        printed = next((tmp_path / name).rglob("worker-0.log")).read_text()
-        log = (tmp_path / name / "fork-server.log").read_text()
-        if name == "0":
-            assert printed == "colorsys\n"
-            assert "cannot import no_such_module, so the tasks import it: Module" in log
-        else:
-            assert printed == "\n"
-            assert "importing colorsys, with_a_thread started threads, restarting" in log
-
-
 def test_a_trial_goes_on_without_it_and_the_next_has_another(tmp_path):
     source = """
 import time

@@ -82,25 +82,6 @@ def test_graph_and_numpy_agree():
         assert np.array_equal(examples, expected)
 
 
-@pytest.mark.parametrize("n", [2000, 60_000, 1_000_000])
-def test_neighbours_are_not_correlated(n):
-    """Fails with TensorFlow's usual 4 rounds (correlation up to 0.4)."""
-    examples = order(np.arange(min(n, 60_000)), n=n, seed=3)
-    correlation = np.corrcoef(examples[:-1], examples[1:])[0, 1]
-    assert abs(correlation) < 4 / np.sqrt(len(examples))
-
-
-@pytest.mark.parametrize("n", [60_000, 1_000_000])
-def test_batches_of_sorted_data_are_balanced_like_random_ones(n):
-    """Fails with 4 rounds: the variance is off by 20 to 40 %."""
-    batch, classes = 100, 10
-    examples = order(np.arange(60_000), n=n, seed=8)
-    labels = (examples * classes // n).reshape(-1, batch)
-    counts = np.stack([np.bincount(row, minlength=classes) for row in labels])
-    expected = batch * (1 / classes) * (1 - 1 / classes)
-    assert counts.var() / expected == pytest.approx(1.0, abs=0.12)
-
-
 def test_the_hash_is_that_of_splitmix64_in_graph_and_python():
     # The published test vector: seed 1234567.
     start, gamma = 1234567, 0x9E3779B97F4A7C15

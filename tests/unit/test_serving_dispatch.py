@@ -102,20 +102,6 @@ def test_memory_is_given_to_those_that_wait_for_it(monkeypatch):
     asyncio.run(run())
 
 
-def test_memory_that_comes_as_its_request_is_cancelled_is_given_back():
-    async def run() -> None:
-        room = Room(10)
-        await room.take(10)
-        leaves = asyncio.ensure_future(room.take(10))
-        await asyncio.sleep(0)
-        room.give(10)
-        leaves.cancel()
-        await asyncio.wait([leaves])
-        assert (room.left_bytes, leaves.cancelled()) == (10, True)
-
-    asyncio.run(run())
-
-
 def test_what_is_tried_again_has_a_replica_for_itself_and_the_others_work():
     bench = Bench(1, 2, 3)
     bench.ask(b"a", b"b", b"c", b"d")

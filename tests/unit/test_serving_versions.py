@@ -1,10 +1,8 @@
 """Versions of a model: histories without a process, and directories."""
 
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -140,19 +138,6 @@ def test_a_directory_is_a_model_or_holds_models_but_those_that_may_not_be_read(
     assert set(find_models(tmp_path, "letters")) == {"letters"}
     assert find_models(tmp_path / "digits") == {"digits": tmp_path / "digits"}
     assert set(find_models(tmp_path / "digits", "d")) == {"d"}
-
-
-def test_a_cluster_of_ray_that_is_not_there_is_one_line(tmp_path, capsys, monkeypatch):
-    ray = MagicMock()
-    ray.init.side_effect = ConnectionError("cannot reach the cluster\nat 10.0.0.1:6379")
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setitem(sys.modules, "ray.serve", ray.serve)
-    monkeypatch.delitem(sys.modules, "tfdist.serving.on_ray", raising=False)
-    make_version(tmp_path / "m", "1")
-    assert serve.main([str(tmp_path), "--on", "ray"]) == 1
-    del sys.modules["tfdist.serving.on_ray"]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"Ray failed to deploy {tmp_path}: at 10.0.0.1:6379")
 
 
 def test_a_directory_that_is_not_there_is_one_line(tmp_path, capsys):

@@ -29,7 +29,6 @@ from tfdist.checkpoint.store import NothingWhole
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import open_untrusted
 
-ROOT = Path(__file__).parents[2]
 EARLIER = Path(__file__).parent / "data" / "run" / "checkpoints"
 
 
@@ -119,18 +118,6 @@ def test_metadata_is_json_and_arrays_are_numbers(store):
         told = refusal(lambda array=array: store.write(3, {"name": array}, meta={}))
         assert told.code == "unsupported-dtype"
     assert store.steps() == [1, 2]
-
-
-def test_reading_needs_the_arrays_once(store):
-    size = 32 << 20
-    arrays = {name: np.ones(size // 4, np.uint8) for name in "abcd"}
-    store.write(1, arrays, meta={})
-    del arrays
-    tracemalloc.start()
-    store.read()
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1.05 * size
 
 
 # A checkpoint of a stranger, whose checksums are right
@@ -319,14 +306,6 @@ def _refuse_reading(monkeypatch: pytest.MonkeyPatch, refused: Path, number: int)
         return open_untrusted(path, flags)
 
     monkeypatch.setattr(format_module, "open_untrusted", opened)
-
-
-def test_one_is_read_by_its_name_or_none_at_all(store):
-    old, new, last = write(store, 1), store.write(1, {}, meta={}), store.write(1, {}, meta={})
-    assert store.read_named(old.name) is None  # no longer kept
-    assert store.read_named(new.name) is not None
-    os.truncate(last / "manifest.json", 3)
-    assert store.read_named(last.name) is None
 
 
 @pytest.mark.parametrize("step", [None, 1])

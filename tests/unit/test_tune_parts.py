@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import signal
-import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,21 +89,6 @@ def held(path: Path) -> Iterator[None]:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     yield
     os.close(descriptor)
-
-
-# Options.
-
-
-def test_the_command_line_of_the_page_is_read():
-    job = ["--strategy", "ps", "--workers", "4", "--ps", "1", "--config.dropout=0.1"]
-    search = ["--tuner", "bayesian", "--max_trials", "30", "--parallel_trials", "2"]
-    options = parse(["--config", "configs/digits_sweep.py", *search, *job])
-    assert (options.tuner, options.max_trials, options.parallel_trials) == ("bayesian", 30, 2)
-    assert options.config_flags == ("--config.dropout=0.1",)
-    assert options.sweep_dir == Path("runs/digits_sweep-bayesian")
-    assert options.tasks_per_trial == 5
-    assert parse(["--show", "runs/x"]) == ("show", Path("runs/x"))
-    assert "--config: no config file" in str(refusal(lambda: parse(["--tuner", "grid"])))
 
 
 # Journal.
@@ -291,15 +275,6 @@ def test_trials_have_the_gpus_that_the_sweep_itself_hides_from_tensorflow(monkey
     assert seen[0].environ_of(job)["CUDA_VISIBLE_DEVICES"] == "1"
 
 
-def test_a_program_with_many_open_files_waits_for_its_trials():
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.ExitStack() as stack:
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, before[1]))
-        files = [stack.enter_context(open(os.devnull)) for _ in range(1100)]
-        local_runner().wait([types.SimpleNamespace(pidfd=files[-1].fileno())], 0.0)
-
-
 @pytest.mark.parametrize("locked", ["5/logs/.lock", "0/checkpoints/.lock"])
 def test_a_trial_waits_for_who_still_writes_its_files_and_is_not_run_again(tmp_path, locked):
     """What a killed chief had started ends; hyperband's writes the checkpoints of another trial."""
@@ -330,17 +305,6 @@ def test_a_trial_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "0" / "launch.log").mkdir(parents=True)
     with pytest.raises(TfdistError, match=r"0: Is a directory$"):
         local_runner().start(TrialJob(run_dir=tmp_path / "0", flags=(), goal=GOAL))
-
-
-def test_a_trial_that_removes_its_directory_has_failed(tmp_path, monkeypatch):
-    run_dir = tmp_path / "0"
-    remove = [sys.executable, "-c", f"import shutil; shutil.rmtree({str(run_dir)!r}); exit(3)"]
-    monkeypatch.setattr(LauncherRunner, "command", lambda *_, **__: remove)
-    runner = local_runner()
-    trial = runner.start(TrialJob(run_dir=run_dir, flags=(), goal=GOAL))
-    while (ended := trial.poll()) is None:
-        runner.wait([trial], 10.0)
-    assert ended == Failed(reason="exit code 3")
 
 
 # The directory.

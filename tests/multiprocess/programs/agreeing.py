@@ -154,25 +154,6 @@ def counts_of(case, strategy):
     return seen
 
 
-class Draws(keras.Sequential):
-    """How far the draws of `tf.random` in the workers' steps are from each other."""
-
-    def train_step(self, data):
-        context = tf.distribute.get_replica_context()
-        drawn = context.all_gather(tf.random.normal((1,)), axis=0)
-        super().train_step(data)
-        return {"apart": tf.abs(drawn[0] - drawn[1])}
-
-
-def drawn_apart(strategy):
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = Draws([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    ones = np.ones((8, 1), "float32")
-    return tfdist.fit(model, ones, ones, verbose=0).history["apart"]
-
-
 class Doubles(keras.callbacks.Callback):
     """Changes the weights of the chief alone, as where it loads some."""
 
@@ -201,23 +182,6 @@ def weights_of_the_chief(strategy):
     return refused
 
 
-class AsWideAsItsPart(keras.Sequential):
-    """Predicts as many columns as the largest number says, as of texts padded to the longest."""
-
-    def predict_step(self, data):
-        return tf.tile(data, [1, tf.cast(tf.reduce_max(data), tf.int32)])
-
-
-def columns_of_a_part(strategy):
-    """What is predicted where the workers' rows of a batch have 1 and 3 columns."""
-    with strategy.scope():
-        model = AsWideAsItsPart([keras.Input((1,)), keras.layers.Dense(1)])
-    try:
-        return tfdist.predict(model, np.float32([[1], [3]]), verbose=0).tolist()
-    except tfdist.UsageError as error:
-        return str(error)
-
-
 def main():
     strategy = tfdist.make_strategy()
     found = {case: counts_of(case, strategy) for case in CASES}
@@ -225,8 +189,6 @@ def main():
         identity = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
     stream = numbered(IDS).shuffle(EXAMPLES).batch(BATCH)
     found["weights"] = weights_of_the_chief(strategy)
-    found["columns"] = columns_of_a_part(strategy)
-    found["drawn apart"] = drawn_apart(strategy)
     found["predicted"] = tfdist.predict(identity, stream, verbose=0)[:, 0].tolist()
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     with open(f"{sys.argv[1]}/agreeing-{index}.json", "w") as file:

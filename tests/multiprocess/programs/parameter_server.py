@@ -95,15 +95,6 @@ def counts():
 
 def grid():
     SEEN.update(zoo.learned(strategy, OUT, verbose=2))
-    SEEN["predicted otherwise"] = zoo.predicted_otherwise(strategy)
-    SEEN["two inputs"] = zoo.of_two_inputs(strategy, epochs=4)[1]["loss"]
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    with strategy.scope():
-        model = zoo.cnn()
-    SEEN["mixed"] = tfdist.fit(
-        model, zoo.IMAGES, zoo.LABELS, batch_size=16, epochs=2, verbose=0
-    ).history["loss"]
-    keras.config.set_dtype_policy("float32")
 
 
 def sources():
@@ -164,10 +155,6 @@ def callbacks():
     history = tfdist.fit(model, zoo.X, zoo.Y, batch_size=8, epochs=9, verbose=0, callbacks=listed)
     SEEN["epochs"] = len(history.history["loss"])
     SEEN["batches"] = seen
-
-
-def find():
-    SEEN["range test"] = zoo.range_tested(strategy)
 
 
 def own_step():
@@ -271,13 +258,6 @@ def steps_of_optimizers():
     SEEN["went down by two loops"] = -zoo.flat(model)[0]
 
 
-def repeated_rows():
-    with strategy.scope():
-        model = zoo.positions()
-    tfdist.fit(model, zoo.TOKENS, zoo.CALM, batch_size=8, epochs=2, seed=3, verbose=0)
-    SEEN["repeated rows"] = zoo.flat(model)
-
-
 def staleness():
     account = worker_pool_of(strategy, patience_s=0).account
     for bound in (None, 0, 1):
@@ -376,7 +356,7 @@ def search():
 
 PARTS = (
     counts, grid, sources, callbacks, own_step, metrics, steps_of_optimizers, staleness,
-    repeated_rows, ranges_that_go_on, find, methods_of_keras, search, made_outside,
+    ranges_that_go_on, methods_of_keras, search, made_outside,
 )  # fmt: skip
 for part in PARTS:
     if not sys.argv[2:] or part.__name__ in sys.argv[2:]:

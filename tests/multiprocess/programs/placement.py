@@ -54,16 +54,6 @@ def placement():
     }
 
 
-def waste():
-    """A model of fewer variables than there are parameter servers."""
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(4, use_bias=False)])
-        model.compile("sgd", "mse")
-    history = tfdist.fit(model, X, Y, batch_size=8, seed=3, verbose=0)
-    staleness = zoo.stalenesses_of_a_meeting(strategy, times=10)
-    return {"losses": history.history["loss"], "staleness": staleness}
-
-
 def split():
     """Models with variables in parts: each optimizer, then what is saved and resumed."""
     data = (zoo.TOKENS, zoo.CALM)
@@ -78,13 +68,6 @@ def split():
         model = zoo.two_updates()
     tfdist.fit(model, zoo.X, zoo.CALM, batch_size=8, epochs=2, seed=3, verbose=0)
     seen["two updates"] = zoo.flat(model)
-    seen["exported"] = zoo.exported(strategy, OUT / "exports")
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    with strategy.scope():
-        model = zoo.tokens(recurrent=True)
-    history = tfdist.fit(model, *data, batch_size=8, epochs=3, seed=3, verbose=0)
-    seen["mixed"] = history.history["loss"]
-    keras.config.set_dtype_policy("float32")
     with strategy.scope():
         model = zoo.tokens()
         model.compile(keras.optimizers.Adafactor(), "mse")
@@ -123,6 +106,6 @@ def resume():
     }
 
 
-PARTS = {part.__name__: part for part in (placement, waste, split, resume)}
+PARTS = {part.__name__: part for part in (placement, split, resume)}
 seen = {name: PARTS[name]() for name in sys.argv[2:]}
 (OUT / "seen.json").write_text(json.dumps(seen))

@@ -1,16 +1,14 @@
 """A pipeline job that does what its tests look at; each task writes what it saw.
 
 Arguments: where to write, and what it does, several one after the other with a comma between:
-``fits``, ``undivided`` (batches) and ``plain`` (without statistics of batches) train, evaluate and
-predict; ``again`` (recomputing), ``compiled`` (and cut by measured times) and ``scales`` (the loss,
-up to overflows) train; ``sums`` sums losses, accumulates gradients and keeps a ledger;
+``fits`` and ``plain`` (without statistics of batches) train, evaluate and predict; ``compiled``
+(and cut by measured times) and ``scales`` (the loss, up to overflows) train; ``sums`` sums losses,
+accumulates gradients and keeps a ledger;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
 ``early`` is killed by ``early-K`` in its first step, before it saves, and its layers are as slow as
 the attempt says; ``looks`` evaluates in the middle of each epoch;
-``shapes`` trains models of every shape of graph, evaluates them and saves them;
-``wrong`` cuts behind a layer that is not there, and in ``differs`` each task has targets of its
-own.
+``shapes`` trains models of every shape of graph, evaluates them and saves them.
 """
 
 import json
@@ -128,13 +126,12 @@ def trains(strategy):
     keras.utils.set_random_seed(1 if tfdist.is_chief() else 99)
     with strategy.scope():
         model = staged_model()
-    y = (Y + int(current_job().name[-1])) % 3 if DOES == "differs" else Y
     callbacks = [tfdist.Run(seed=3), keras.callbacks.LearningRateScheduler(rate), Dies(), Looks()]
     if DOES.startswith("early"):
         cuts._seconds = seconds_of
         with strategy.scope():  # so that `fit` takes the stages that the evaluation has made
             model.optimizer.build(model.trainable_variables)
-        tfdist.evaluate(model, X, y, batch_size=8, verbose=0)
+        tfdist.evaluate(model, X, Y, batch_size=8, verbose=0)
     if DOES.partition("-")[0] in ("saves", "kills", "tries", "early"):
         callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", save_freq=3))
     weights = WEIGHTS * (20 if DOES == "scales" else 1)
@@ -143,11 +140,11 @@ def trains(strategy):
     if DOES == "looks":  # and leaves the model as it was, whose optimizer is not built
         tfdist.find_learning_rate(model, X, Y, 8, steps=10)
     options = {
-        "x": X, "y": y, "sample_weight": weights, "batch_size": 8, "epochs": 2, "verbose": 0,
-        "callbacks": callbacks, "validation_data": (X[:7], y[:7]),
+        "x": X, "y": Y, "sample_weight": weights, "batch_size": 8, "epochs": 2, "verbose": 0,
+        "callbacks": callbacks, "validation_data": (X[:7], Y[:7]),
     }  # fmt: skip
     # By both names, whose results are compared with those of one process.
-    explicit = DOES == "again"
+    explicit = DOES == "compiled"
     history = tfdist.fit(model, **options) if explicit else model.fit(**options)
     seen = {
         "history": history.history,
@@ -159,8 +156,8 @@ def trains(strategy):
         "looked": looked,
         "chosen": current_job().stages.chosen.state(),
     }
-    if DOES in ("fits", "undivided", "plain"):
-        seen["evaluated"] = model.evaluate(X, y, batch_size=8, verbose=0)
+    if DOES in ("fits", "plain"):
+        seen["evaluated"] = model.evaluate(X, Y, batch_size=8, verbose=0)
         seen["predicted"] = model.predict(X, batch_size=8, verbose=0).tolist()
     (OUT / f"{DOES}-{STAGES}-{current_job().name}.json").write_text(json.dumps(seen))
 
@@ -188,9 +185,9 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     held, looked = {}, []
     options = PipelineOptions(
-        split_size={"tries": "auto", "undivided": len(X)}.get(DOES, 4),
-        cut=["addz"] if DOES == "wrong" else "auto" if DOES in MEASURED else CUTS[STAGES],
-        keep={"again": "recompute", "compiled": "compiled"}.get(DOES, "tape"),
+        split_size="auto" if DOES == "tries" else 4,
+        cut="auto" if DOES in MEASURED else CUTS[STAGES],
+        keep="compiled" if DOES == "compiled" else "tape",
     )
     strategy = tfdist.make_strategy(pipeline=options)
     for DOES in ALL:  # what is defined above reads it

@@ -33,10 +33,6 @@ def equivalence():
     # The last step has one example: the shares of all replicas but one are empty.
     tfdist.fit(model, zoo.X[:41], zoo.Y[:41], batch_size=4, seed=3, verbose=0)
     SEEN["weights custom step"] = zoo.flat(model)
-    SEEN["fused"] = zoo.normalized(strategy)
-    with strategy.scope():
-        model = zoo.tagger()
-    SEEN["masked"] = zoo.tagged(model, tfdist.fit, tfdist.evaluate)
 
 
 def overflow():
@@ -51,7 +47,6 @@ def overflow():
 
 def grid():
     SEEN.update(zoo.learned(strategy, OUT, seed=3, verbose=0))
-    SEEN["two inputs"] = zoo.flat(zoo.of_two_inputs(strategy, seed=3)[0])
     keras.config.set_dtype_policy("mixed_float16")
     with strategy.scope():
         model = zoo.cnn()

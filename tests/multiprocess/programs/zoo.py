@@ -18,7 +18,6 @@ Y[7] *= 20  # an example whose gradient dominates its replica's, so that clippin
 IMAGES = RNG.rand(90, 8, 8, 1).astype("float32")
 LABELS = (IMAGES.mean((1, 2, 3)) > 0.5).astype("int64")
 TOKENS = RNG.randint(0, 200, (60, 5))
-MASKED = TOKENS * (np.arange(5) < np.arange(60)[:, None] % 6)  # sequences of 0 to 5 tokens
 CALM = np.tanh(Y / 3)  # without the example that makes a last bit a large difference in ten steps
 
 OPTIMIZERS = {
@@ -189,20 +188,6 @@ def dense(optimizer="sgd", kind=keras.Sequential):
     return model
 
 
-def normalized(strategy, **fit):
-    """The weights that Keras' kernels make, and those of fused ones."""
-    layers, found = keras.layers, []
-    for fused in (False, True):
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            hidden = [layers.Dense(8, activation="gelu"), layers.LayerNormalization()]
-            model = keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(1)])
-            model.compile(keras.optimizers.SGD(0.05), "mse")
-        tfdist.fit(model, X, Y, batch_size=8, seed=3, verbose=0, fused_kernels=fused, **fit)
-        found.append(flat(model))
-    return found
-
-
 def penalized(optimizer):
     """A small regression model with a penalty and a constraint."""
     keras.utils.set_random_seed(1)
@@ -276,34 +261,6 @@ class Twice(keras.layers.Layer):
         return tf.while_loop(lambda i, x: i < 2, body, [0, x], maximum_iterations=2)[1]
 
 
-class Positions(keras.layers.Layer):
-    """Adds a position to each token: every example has the same rows of the embedding."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = keras.layers.Embedding(5, 8)
-
-    def call(self, x):
-        return x + self.embedding(keras.ops.arange(5))
-
-
-def positions():
-    """A model whose gradients have rows that occur several times."""
-    keras.utils.set_random_seed(1)
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            layers.Embedding(200, 8),
-            Positions(),
-            layers.Flatten(),
-            layers.Dense(1),
-        ]
-    )
-    model.compile("adam", "mse")
-    return model
-
-
 def tokens(optimizer="adam", recurrent=False):
     """A model that reads its weights in a lookup, in loops and twice in a step."""
     keras.utils.set_random_seed(1)
@@ -337,43 +294,6 @@ def looked_up(optimizer):
     return model
 
 
-class PerExample(keras.layers.Layer):
-    """Adds a loss of each example."""
-
-    def __init__(self):
-        super().__init__()
-        self.supports_masking = True
-
-    def call(self, x):
-        self.add_loss(tf.reduce_sum(0.01 * x**2, (1, 2)))
-        return x
-
-
-def tagger():
-    """A class for each token, none for those that are 0."""
-    keras.utils.set_random_seed(1)
-    layers = keras.layers
-    model = keras.Sequential(
-        [
-            keras.Input((5,), dtype="int32"),
-            layers.Embedding(200, 8, mask_zero=True),
-            layers.Dense(4),
-            PerExample(),
-        ]
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
-    return model
-
-
-def tagged(model, fit, evaluate):
-    """What a model has learned of tokens that are masked; the last step has 1 for all replicas."""
-    tags = TOKENS % 4
-    history = fit(model, MASKED[:57], tags[:57], batch_size=8, epochs=2, shuffle=False, verbose=0)
-    evaluated = evaluate(model, MASKED[:41], tags[:41], batch_size=4, verbose=0)
-    return [flat(model), history.history["loss"], history.history["accuracy"], evaluated]
-
-
 def with_activities(*, shared=False):
     """A model in a model, with losses of layers before and after the replicas meet."""
     layers, l2 = keras.layers, keras.regularizers.L2
@@ -394,20 +314,6 @@ def with_activities(*, shared=False):
     return model
 
 
-def two_inputs():
-    """Two named inputs and two named outputs."""
-    keras.utils.set_random_seed(1)
-    a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
-    joined = keras.layers.Concatenate()([a, b])
-    outputs = {
-        "u": keras.layers.Dense(1, name="u")(joined),
-        "v": keras.layers.Dense(2, name="v")(joined),
-    }
-    model = keras.Model({"a": a, "b": b}, outputs)
-    model.compile("sgd", {"u": "mse", "v": "mae"})
-    return model
-
-
 def learned(strategy, out, **fit):
     """What a CNN has learned of the images, and evaluates and predicts; the chief saves it."""
     with strategy.scope():
@@ -420,29 +326,6 @@ def learned(strategy, out, **fit):
     return {
         "cnn evaluated": evaluated, "cnn predicted": predicted.tolist(), "cnn sha": sha(model),
     }  # fmt: skip
-
-
-def of_two_inputs(strategy, **fit):
-    """A model of two inputs that was trained, and its history."""
-    with strategy.scope():
-        model = two_inputs()
-    data = {"a": X, "b": X[::-1]}
-    targets = {"u": Y, "v": np.concatenate([Y, -Y], 1)}
-    return model, tfdist.fit(model, data, targets, batch_size=16, verbose=0, **fit).history
-
-
-def predicted_otherwise(strategy):
-    """What is predicted as ragged and as sparse rows, and a number of each batch."""
-
-    def step(data):
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        return tf.ragged.boolean_mask(x, x > 0), tf.sparse.from_dense(x), tf.math.count_nonzero(x)
-
-    with strategy.scope():
-        model = dense()
-    model.predict_step = step
-    ragged, sparse, counts = tfdist.predict(model, X, batch_size=8, verbose=0)
-    return [ragged.to_list(), tf.sparse.to_dense(sparse).numpy().tolist(), counts.tolist()]
 
 
 def sources(batch_size, **batch):
