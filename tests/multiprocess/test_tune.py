@@ -144,6 +144,7 @@ class Sweep:
 
     FLAGS = (
         *("--config", str(ROOT / "configs" / "digits_sweep.py"), "--seed", "5"),
+        *("--tuner", "tpe"),
         *("--config.total_examples=14400", "--config.checkpoints=3"),
         "--config.backup_every_steps=5",
     )
@@ -233,7 +234,7 @@ def test_a_trial_of_a_killed_agent_ends_with_its_weights_on_another_host(whole, 
 @pytest.mark.timeout(1.5 * SWEEP_DEADLINE_S)
 def test_two_mirrored_trials_at_once(tmp_path):
     mirrored = ("--strategy", "mirrored", "--devices_per_worker", "2", "--parallel_trials", "2")
-    sweep = Sweep(tmp_path / "sweep", *mirrored)
+    sweep = Sweep(tmp_path / "sweep", "--tuner", "random", *mirrored)
     with sweep.started() as chief:
         assert chief.wait(SWEEP_DEADLINE_S) == 0
     trials = sweep.state().trials
