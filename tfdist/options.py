@@ -553,6 +553,11 @@ class TrainFields:
         "directory of a model server: export the best checkpoints during the run",
         free=True,
     )
+    objective_file: str = option(
+        "",
+        "file for the metrics of each virtual epoch as name=value, which Katib reads ('': none)",
+        free=True,
+    )
     keep_checkpoints: int = option(
         2, "checkpoints to keep, besides the best by val_loss", least=1, free=True
     )

@@ -397,6 +397,7 @@ def test_a_finished_sweep_says_so_and_a_changed_one_is_refused_with_the_differen
     [
         ("run_dir", "x", "config.run_dir", "run-dir-in-a-sweep"),
         ("publish", "served", "config.publish", "publish-in-a-sweep"),
+        ("objective_file", "m", "config.objective_file", "objective-file-in-a-sweep"),
         ("validation_split", "", "--objective", "no-validation"),
     ],
 )
