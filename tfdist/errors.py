@@ -200,12 +200,12 @@ def require_one_of(
     )
 
 
-def require_packages(where: str, *names: str, extra: str) -> None:
-    """Raise UsageError unless the packages of an extra of tfdist are installed."""
+def require_packages(where: str, *names: str, extra: str, more: str = "") -> None:
+    """Raise UsageError unless packages are installed: an extra of tfdist's, and `more`."""
     import importlib.util  # imported here to keep the start of all programs fast
 
     missing = ", ".join(name for name in names if importlib.util.find_spec(name) is None)
-    fix = f"run pip install 'tfdist[{extra}]'"
+    fix = f"run pip install 'tfdist[{extra}]' {more}".rstrip()
     require(not missing, where, f"cannot import {missing}", fix=fix, code="missing-package")
 
 

@@ -27,7 +27,13 @@ T = TypeVar("T")
 
 STRATEGIES = (AUTO.name, *KINDS)
 PLACES = ("local", "ssh", "slurm", "ray")
-TUNERS = ("random", "grid", "bayesian", "hyperband")
+OPTUNA_PACKAGES = {
+    "tpe": ("optuna",),
+    "cmaes": ("optuna", "cmaes"),
+    "gp": ("optuna", "scipy", "torch"),
+}
+"""Tuners of Optuna, and the packages that each needs."""
+TUNERS = ("random", "grid", "bayesian", "hyperband", *OPTUNA_PACKAGES)
 OBJECTIVES = {"val_accuracy": "max", "val_loss": "min", "accuracy": "max", "loss": "min"}
 """Metrics that a trial reports, and whether the maximum or the minimum is best."""
 
@@ -447,10 +453,10 @@ class SweepFlags:
     """Flags for the search of `tfdist.tune`."""
 
     config: str = option(MISSING, "config file with space(hp, config)")
-    tuner: str = option("random", "KerasTuner's algorithm", choices=TUNERS)
+    tuner: str = option("random", "algorithm (Optuna: tpe, cmaes, gp)", choices=TUNERS)
     objective: str = option("val_accuracy", "metric of the best trial", choices=tuple(OBJECTIVES))
     max_trials: int | None = option(
-        None, "trials of the search (default: 20 of random and bayesian, else all)", least=1
+        None, "trials of the search (default: all of grid and hyperband, else 20)", least=1
     )
     factor: int = option(3, "hyperband continues one in FACTOR trials", least=2)
     seed: int | None = option(
@@ -545,6 +551,11 @@ class TrainFields:
     publish: str = option(
         "",
         "directory of a model server: export the best checkpoints during the run",
+        free=True,
+    )
+    objective_file: str = option(
+        "",
+        "file for the metrics of each virtual epoch as name=value, which Katib reads ('': none)",
         free=True,
     )
     keep_checkpoints: int = option(

@@ -1,7 +1,7 @@
 """``python -m tfdist.tune --config configs/digits_sweep.py --tuner random --max_trials 20``.
 
-Searches for hyperparameters with KerasTuner. Each trial is a job of `tfdist.launch`. Run the same
-command again to resume an interrupted sweep. ``--show DIR`` prints a sweep, and
+Searches for hyperparameters with KerasTuner or Optuna. Each trial is a job of `tfdist.launch`.
+Run the same command again to resume an interrupted sweep. ``--show DIR`` prints a sweep, and
 ``--best DIR`` its best trial.
 """
 
@@ -18,7 +18,7 @@ from absl.logging.converter import absl_to_standard
 from tfdist.argument_parser import run_program, show
 from tfdist.configs import command_line
 from tfdist.errors import EXIT_OK, require_packages
-from tfdist.options import asks_for_help
+from tfdist.options import OPTUNA_PACKAGES, asks_for_help
 from tfdist.tuning import sweep
 from tfdist.tuning.config_sweep import ConfigSweep
 from tfdist.tuning.options import SweepOptions, help_text, parse
@@ -43,6 +43,9 @@ def _run(options: SweepOptions | tuple[str, Path]) -> int:
         return EXIT_OK
     logging.getLogger().setLevel(absl_to_standard(options.verbosity))
     require_packages("tfdist.tune", "keras_tuner", "sklearn", "tensorboard", extra="tune")
+    if options.tuner in OPTUNA_PACKAGES:
+        names, more = OPTUNA_PACKAGES[options.tuner], "torch" if options.tuner == "gp" else ""
+        require_packages(f"--tuner {options.tuner}", *names, extra="optuna", more=more)
     sweep.require_alone("tfdist.tune", os.environ)
     environ = dict(os.environ)
     config = command_line.parse([f"--config={options.config}", *options.config_flags]).config

@@ -1,6 +1,7 @@
 """From a configuration to model, optimizer, learning rate and data."""
 
 import io
+import math
 from typing import Any
 
 import keras
@@ -14,6 +15,7 @@ from tfdist.app import recipe
 from tfdist.app.recipe import MODELS, build_model
 from tfdist.app.run import RunReporter
 from tfdist.configs import FIELDS, base
+from tfdist.errors import TfdistError
 from tfdist.outputs.display import ProgressDisplay
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.training.epochs import EpochPlan
@@ -151,9 +153,9 @@ def directory(tmp_path):
 PLAN = EpochPlan.uniform(epochs=3, examples=100, global_batch_size=10)
 
 
-def reporter_of(directory: RunDirectory, clock: Clock) -> RunReporter:
+def reporter_of(directory: RunDirectory, clock: Clock, objective_file: str = "") -> RunReporter:
     display = ProgressDisplay(total_steps=PLAN.total_steps, stream=io.StringIO(), clock=clock)
-    return RunReporter(directory, PLAN, display=display, clock=clock)
+    return RunReporter(directory, PLAN, display=display, clock=clock, objective_file=objective_file)
 
 
 def run_block(
@@ -175,6 +177,24 @@ def test_a_run_of_which_only_a_validation_was_left_writes_its_line_once(director
     assert [(line["step"], line["loss"]) for line in lines] == [(10, 1.0), (20, 0.5)]
     assert reporter.examples_per_second is None
     reporter.close()
+
+
+def test_a_resumed_run_reports_each_value_once_without_exponents(directory, tmp_path):
+    for step in (10, 20):  # and step 20 was not saved
+        directory.append_metrics({"step": step, "virtual_epoch": step // 10, "loss": 1e-7 * step})
+    file = tmp_path / "metrics.log"
+    reporter = reporter_of(directory, Clock(), str(file))
+    reporter.on_epoch_begin(1)
+    reporter.resumed_at(10)
+    run_block(reporter, Clock(), (0, 10), seconds=1)
+    reporter.on_epoch_end(1, {"loss": 1.5e-6, "val_loss": math.nan})
+    reporter.close()
+    words = [line.split()[1] for line in file.read_text().splitlines()]
+    assert words == ["loss=0.000001", "loss=0.0000015"]
+    broken = reporter_of(directory, Clock(), str(file / "x"))
+    with pytest.raises(TfdistError, match=r"metrics\.log"):
+        broken.resumed_at(10)
+    broken.close()
 
 
 def test_the_first_block_which_traces_does_not_count_nor_does_validation(directory):

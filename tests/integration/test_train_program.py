@@ -44,6 +44,7 @@ def finished(tmp_path_factory):
     """A run of 22 steps; tests that change it copy what they need. It alone is no fork."""
     run_dir = tmp_path_factory.mktemp("runs") / "digits"
     flags = (*SHORT, "--config.seed=5", "--config.save_model=true", f"--config.run_dir={run_dir}")
+    flags += (f"--config.objective_file={run_dir.parent / 'katib' / 'metrics.log'}",)
     command = [sys.executable, "-m", "tfdist.train", *flags]
     subprocess.run(command, check=True, timeout=DEADLINE_S)
     return run_dir
@@ -68,6 +69,31 @@ def test_the_run_directory_is_that_of_the_design(finished):
     assert re.fullmatch("[0-9a-f]{64}", summary["weights_sha256"])
     assert re.fullmatch("[0-9a-f]{64}", summary["state_sha256"])
     assert summary["state_sha256"] != summary["weights_sha256"]
+
+
+KATIB = r"([\w|-]+)\s*=\s*((-?\d+)(\.\d+)?)"
+"""Default pattern of Katib's file metrics collector (pkg/metricscollector/v1beta1/common)."""
+
+
+def reported(path: Path) -> list[tuple[str, float]]:
+    """Return names and values as Katib reads them, and check that the times increase."""
+    lines = path.read_text().splitlines()
+    times = [datetime.fromisoformat(line.split(" ", 1)[0]) for line in lines]
+    assert times == sorted(times)
+    assert all(time.tzinfo == UTC for time in times)
+    return [(name, float(value)) for line in lines for name, value, *_ in re.findall(KATIB, line)]
+
+
+def test_katib_reads_the_metrics_of_each_virtual_epoch(finished, tmp_path):
+    names = ("loss", "accuracy", "val_loss", "val_accuracy")
+    lines = RunDirectory(finished).read_metrics()
+    found = reported(finished.parent / "katib" / "metrics.log")
+    assert sorted(found) == sorted((name, line[name]) for line in lines for name in names)
+    # A pod that starts again finds a finished run, and no file.
+    again = tmp_path / "again" / "metrics.log"
+    flags = ("--config.seed=5", "--config.save_model=true", f"--config.objective_file={again}")
+    assert train(finished, *SHORT, *flags).returncode == 0
+    assert sorted(reported(again)) == sorted(found)
 
 
 def test_a_run_saves_its_model_and_is_exported_with_its_normalisation_inside(finished, tmp_path):

@@ -42,13 +42,23 @@ LINE = """
 def space(hp, config):
     config.learning_rate = hp.Float("learning_rate", 1e-4, 1e-1, sampling="log")
 """
-MOST = {"random": 20, "grid": 20, "bayesian": 7, "hyperband": None}
-"""Trials: an answer of bayesian's model takes seconds; with one dimension it begins at the 4th."""
+NUMBERS = """
+def space(hp, config):
+    config.learning_rate = hp.Float("learning_rate", 1e-4, 1e-1, sampling="log")
+    config.global_batch_size = hp.Int("global_batch_size", 16, 128, step=2, sampling="log")
+    config.optimizer = hp.Choice("optimizer", ["adam", "sgd"])
+"""
+SPACES = {"bayesian": LINE, "cmaes": NUMBERS}
+MOST = {"random": 20, "grid": 20, "bayesian": 7, "hyperband": None, "tpe": 20, "cmaes": 20}
+"""Trials: an answer of bayesian's model takes seconds; with one dimension it begins at the 4th.
+The model of tpe begins after 10 completed trials, and of cmaes after each 6.
+"""
 TUNERS = {
     "random": keras_tuner.RandomSearch,
     "grid": keras_tuner.GridSearch,
     "bayesian": keras_tuner.BayesianOptimization,
     "hyperband": keras_tuner.Hyperband,
+    **dict.fromkeys(("tpe", "cmaes"), keras_tuner.RandomSearch),  # which opens their results
 }
 
 
@@ -84,7 +94,7 @@ def search_of(
 
 def world_of(tuner: str, path: Path, *, max_trials: int | None = None, **options: Any) -> World:
     """A sweep of which every chief has an oracle of its own, and every fifth trial fails."""
-    space = space_of(path.parent, LINE if tuner == "bayesian" else SPACE)
+    space = space_of(path.parent, SPACES.get(tuner, SPACE))
     search = partial(search_of, tuner, space, path, max_trials=max_trials)
     world = World(path, epochs=CHECKPOINTS, search_of=search, **options)
     world.sweep.flags_of = lambda trial, seed: space.flags(trial.values)
@@ -145,6 +155,88 @@ def test_an_oracle_that_is_brought_to_any_line_of_a_journal_answers_as_the_one_b
     expected = fold(lines).trials.values()
     assert [t.hyperparameters.values for t in trials] == [t.values for t in expected]
     assert [t.score for t in trials] == [t.score for t in expected]
+
+
+# Optuna's samplers.
+
+EVERY_TYPE = """
+def space(hp, c):
+    hp.Fixed("fixed", 0.5)
+    hp.Int("int", 1, 6, step=2)
+    hp.Int("log_int", 1, 1000, sampling="log")
+    hp.Int("log_step", 2, 40, step=2, sampling="log")
+    hp.Float("step", 0.0, 0.35, step=0.1)
+    hp.Float("log", 1e-4, 1e-1, sampling="log")
+    hp.Float("reverse", 1.0, 8.0, step=2, sampling="reverse_log")
+    hp.Choice("number", [0.5, 0.25])
+    if hp.Boolean("flag"):
+        with hp.conditional_scope("flag", [True]):
+            hp.Float("float", -1.0, 1.0)
+"""
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_optuna_draws_the_values_that_keras_tuner_allows(tmp_path, slots):
+    search = search_of("tpe", space_of(tmp_path, EVERY_TYPE), tmp_path, [], max_trials=40)
+    drawn: list[Any] = []
+    while (answer := search.ask()).trial is not None:
+        drawn.append(answer)
+        if len(drawn) % slots == 0:
+            for one in drawn[-slots:]:
+                history = [{"virtual_epoch": 1, "val_accuracy": one.values["log"]}]
+                search.tell(
+                    {"trial": one.trial, "status": "COMPLETED", "history": history, "reason": ""}
+                )
+    seen = {name: {a.values[name] for a in drawn if name in a.values} for name in drawn[0].values}
+    assert seen["fixed"] == {0.5}
+    assert seen["int"] == {1, 3, 5}
+    assert seen["log_step"] == {2, 4, 8, 16, 32}
+    assert seen["step"] == {0.0, 0.1, 0.2, 3 * 0.1}
+    assert seen["reverse"] == {8.0, 7.0, 5.0, 1.0}
+    assert seen["number"] == {0.5, 0.25}
+    assert all(isinstance(value, int) for value in seen["log_int"] | seen["log_step"])
+    assert min(seen["log_int"]) < 30 < 100 < max(seen["log_int"])
+    assert all(("float" in a.values) == a.values["flag"] for a in drawn)
+    told = [t.value for t in search._oracle._study.trials if t.value is not None]
+    assert told == [a.values["log"] for a in drawn[:39]]  # the 40th request told them
+
+
+def test_the_values_of_the_journal_are_kept(tmp_path):
+    """Another release of Optuna may choose other values."""
+    space, values = space_of(tmp_path, NUMBERS), {"global_batch_size": 32, "optimizer": "sgd"}
+    lines = [
+        {
+            "event": "asked",
+            "status": "RUNNING",
+            "trial": str(number),
+            "values": {"learning_rate": rate, **values},
+        }
+        for number, rate in enumerate([0.05, 0.02])
+    ]
+    for tuner in ("tpe", "cmaes"):
+        search = search_of(tuner, space, tmp_path, lines, max_trials=3)
+        study = search._oracle._study
+        assert [t.params["learning_rate"] for t in study.trials] == [0.05, 0.02]
+        assert [t.params["global_batch_size"] for t in study.trials] == [1, 1]
+        assert search.ask().trial == "2"
+
+
+@pytest.mark.parametrize(
+    ("tuner", "source", "says"),
+    [
+        ("tpe", LINE.replace('"log"', '"reverse_log"'), "learning_rate has sampling='reverse_log'"),
+        ("cmaes", 'def space(hp, c):\n    hp.Choice("d", [1, 2])\n', "no Int or Float"),
+        ("cmaes", SPACE, "momentum is conditional"),
+    ],
+)
+def test_spaces_that_optuna_cannot_search_are_refused(tmp_path, tuner, source, says):
+    (tmp_path / "config.py").write_text(source)
+    options = SweepOptions(
+        config=str(tmp_path / "config.py"), sweep_dir=tmp_path / "sweep", tuner=tuner
+    )
+    error = refusal(lambda: sweep.run(ConfigSweep(options, base(), {})))
+    assert (error.where, error.code) == (f"--tuner {tuner}", "unsupported-space")
+    assert says in str(error)
 
 
 @pytest.mark.parametrize("tuner", ["random", "grid"])
@@ -277,6 +369,7 @@ def test_a_finished_sweep_says_so_and_a_changed_one_is_refused_with_the_differen
     [
         ("run_dir", "x", "config.run_dir", "run-dir-in-a-sweep"),
         ("publish", "served", "config.publish", "publish-in-a-sweep"),
+        ("objective_file", "m", "config.objective_file", "objective-file-in-a-sweep"),
         ("validation_split", "", "--objective", "no-validation"),
     ],
 )

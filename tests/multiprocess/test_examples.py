@@ -1,8 +1,15 @@
 """The scripts of docs/examples do what docs/start.md says of them."""
 
+import contextlib
+import http.server
+import io
+import json
 import shlex
+import threading
+from collections.abc import Iterator
 
 import keras
+import numpy as np
 import pytest
 
 from tests import forked_python
@@ -64,3 +71,43 @@ def test_the_search_runs_its_trials_and_can_be_shown(tmp_path):
     assert "'learning_rate': " in said
     shown = run("-m", "tfdist.tune", "--show", str(tmp_path / "search-sweep"))
     assert "units" in shown
+
+
+@contextlib.contextmanager
+def web(data: bytes) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Serve `data` at every path. Yield the URL, and a list of the requests with their texts."""
+    seen: list[tuple[str, str]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            seen.append((f"{self.command} {self.path}", json.loads(body)["text"] if body else ""))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", seen
+        server.shutdown()
+        thread.join()
+
+
+def test_two_workers_download_once_and_tell_slack_once(tmp_path, monkeypatch):
+    file = io.BytesIO()
+    np.savez(file, x=np.ones((64, 4), "float32"), y=np.ones(64, "float32"))
+    program = (str(EXAMPLES / "slack.py"), "--epochs", "2", "--dir", str(tmp_path / "data"))
+    job = ("--strategy", "multiworker", "--workers", "2", *program)
+    with web(file.getvalue()) as (url, seen):
+        monkeypatch.setenv("SLACK_WEBHOOK_URL", f"{url}/hook")
+        launch(tmp_path / "run", *job, f"{url}/data", timeout_s=DEADLINE_S)
+        requests = [request for request, _ in seen]
+        assert requests == ["GET /data", "POST /hook", "POST /hook"]
+        assert [text.split(": loss")[0] for _, text in seen[1:]] == ["epoch 1", "epoch 2"]
+    # Nothing answers any more: the job uses the file and goes on without Slack.
+    said = launch(tmp_path / "again", *job, f"{url}/data", timeout_s=DEADLINE_S)
+    assert said.count("Slack: ") == 2

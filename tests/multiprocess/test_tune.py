@@ -144,6 +144,7 @@ class Sweep:
 
     FLAGS = (
         *("--config", str(ROOT / "configs" / "digits_sweep.py"), "--seed", "5"),
+        *("--tuner", "tpe"),
         *("--config.total_examples=14400", "--config.checkpoints=3"),
         "--config.backup_every_steps=5",
     )

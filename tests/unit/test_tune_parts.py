@@ -91,6 +91,26 @@ def held(path: Path) -> Iterator[None]:
     os.close(descriptor)
 
 
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("tuner", "missing", "pip"),
+    [
+        ("tpe", "optuna", "'tfdist[optuna]'"),
+        ("cmaes", "cmaes", "'tfdist[optuna]'"),
+        ("gp", "torch", "'tfdist[optuna]' torch"),
+    ],
+)
+def test_a_tuner_without_its_packages_tells_the_pip_command(
+    monkeypatch, capsys, tuner, missing, pip
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else name)
+    assert tune.main(["--config", "configs/digits_sweep.py", "--tuner", tuner]) == EXIT_USAGE
+    said = f"--tuner {tuner}: cannot import {missing}. Fix: run pip install {pip}\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
 # Journal.
 
 

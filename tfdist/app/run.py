@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 
 from tfdist.app import recipe
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
@@ -21,6 +24,7 @@ from tfdist.cluster import TaskConfig, read_environment
 from tfdist.cluster.settings import restarts
 from tfdist.configs import FREE
 from tfdist.errors import Stopped, TfdistError, UsageError
+from tfdist.files import one_line_errors
 from tfdist.outputs.display import (
     ProgressDisplay,
     ScalarWriter,
@@ -66,7 +70,7 @@ def run(config: Any, *, overwrite: bool, environ: Mapping[str, str]) -> dict[str
         seed = _seed(config, directory, overwrite=overwrite)
         claim = directory.claim({**config.to_dict(), "seed": seed}, overwrite, free=FREE)
     if claim is Claim.FINISHED and (task is None or not task.cluster.kind.has_collectives):
-        return _show_finished(directory)
+        return _show_finished(config, directory)
     is_evaluator = task is not None and task.task.type == "evaluator"
     if is_evaluator and not overwrite and (directory.read_summary() or {}).get("status") == DONE:
         return {}  # the run is finished, as the chief will find too
@@ -96,7 +100,7 @@ def _run_as_task(
     directory = RunDirectory(path)
     try:
         if finished:
-            summary = _show_finished(directory) if is_chief() else {}
+            summary = _show_finished(config, directory) if is_chief() else {}
         else:
             summary = _train(config, strategy, directory, seed=seed)
     except Stopped:  # raised in all tasks at the same step
@@ -115,7 +119,7 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     job = current_job()
     in_place = bool(job and job.config and job.config.options.terminal)
     display = ProgressDisplay(total_steps=plan.total_steps, in_place=in_place)
-    reporter = RunReporter(directory, plan, display=display)
+    reporter = RunReporter(directory, plan, display=display, objective_file=config.objective_file)
     try:
         datasets = recipe.load_datasets(config)
         with strategy.scope():
@@ -245,8 +249,10 @@ def _write_summary(
     return summary
 
 
-def _show_finished(directory: RunDirectory) -> dict[str, Any]:
+def _show_finished(config: Any, directory: RunDirectory) -> dict[str, Any]:
     summary = directory.read_summary() or {}
+    if config.objective_file:  # another pod has no file yet
+        write_objectives(config.objective_file, directory.read_metrics(), mode="w")
     logger.info("the run in %s is finished (pass --overwrite to run it again)", directory.path)
     show_result(summary, run_dir=str(directory.path))
     return summary
@@ -273,6 +279,27 @@ def _seed(config: Any, directory: RunDirectory, *, overwrite: bool) -> int:
 # Progress and metrics of a run.
 
 
+def write_objectives(
+    path: str | os.PathLike[str], lines: Sequence[Mapping[str, Any]], *, mode: str = "a"
+) -> None:
+    """Write the metrics of virtual epochs as ``time name=value``, for Katib's file collector.
+
+    The collector's default pattern knows no exponents. The times increase, so that Katib finds the
+    latest value.
+    """
+    now = datetime.now(UTC).replace(tzinfo=None)
+    with one_line_errors(path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, mode, encoding="utf-8") as file:
+            for number, line in enumerate(lines):
+                time_of_line = now + timedelta(microseconds=number)
+                for name, value in line.items():
+                    is_metric = name not in COUNTERS and isinstance(value, (int, float))
+                    if is_metric and math.isfinite(value):
+                        text = np.format_float_positional(value, trim="0")
+                        file.write(f"{time_of_line.isoformat()}Z {name}={text}\n")
+
+
 class RunReporter(MetricsFile):
     """Callback that writes `metrics.jsonl` and TensorBoard scalars and updates the display.
 
@@ -288,8 +315,10 @@ class RunReporter(MetricsFile):
         *,
         display: ProgressDisplay,
         clock: Callable[[], float] = time.perf_counter,
+        objective_file: str = "",
     ) -> None:
         super().__init__(directory, plan, clock=clock)
+        self._objective_file = objective_file
         self._display = display
         self.log_dir = str(directory.tensorboard)
         self._scalars = ScalarWriter(directory.tensorboard)
@@ -297,6 +326,8 @@ class RunReporter(MetricsFile):
     def resumed_at(self, step: int) -> None:
         """Remove the lines that the resumed run repeats. Call it before the first step."""
         super().resumed_at(step)
+        if self._objective_file:
+            write_objectives(self._objective_file, self._directory.read_metrics(), mode="w")
         self._display.begin(step=step, examples=self._plan.examples_before(step))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -309,6 +340,8 @@ class RunReporter(MetricsFile):
             logger.info("stopped at step %d, inside virtual epoch %d", self.step, epoch + 1)
             return
         super().on_epoch_end(epoch, logs)
+        if self._objective_file:
+            write_objectives(self._objective_file, self._directory.read_metrics()[-1:])
         scalars = {n: v for n, v in (logs or {}).items() if isinstance(v, (int, float))}
         if rate := self.examples_per_second_of_epoch:
             scalars["examples_per_second"] = rate

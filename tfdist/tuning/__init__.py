@@ -1,10 +1,11 @@
-"""Sweeps: KerasTuner chooses the hyperparameters, and tfdist runs each trial as a separate job.
+"""Sweeps: KerasTuner or Optuna chooses hyperparameters. tfdist runs each trial as a separate job.
 
 The journal holds the whole state of a sweep. If the sweep's chief is killed, the next chief reads
 the journal, replays it into a new oracle and resumes the sweep.
 
 `search` runs each trial as a job and is imported on first use. KerasTuner's ``tuner.search`` runs
-all trials in one process. Only `oracle`, `from_python` and `inside` import KerasTuner and Keras.
+all trials in one process. Only `oracle`, `optuna_oracle`, `from_python` and `inside`
+import KerasTuner and Keras.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.configs import FREE, flat
 from tfdist.errors import require
+from tfdist.options import OPTUNA_PACKAGES
 from tfdist.outputs.sweep_journal import Trial
 from tfdist.tuning import sweep
 from tfdist.tuning.options import SweepOptions
@@ -43,6 +44,10 @@ class ConfigSweep(sweep.Sweep):
         return SearchSpace(self.options.config, self._config)
 
     def describe(self) -> dict[str, Any]:
+        if self.options.tuner in OPTUNA_PACKAGES:
+            from tfdist.tuning.optuna_oracle import require_supported
+
+            require_supported(self.options.tuner, self.space.hyperparameters)
         values = {k: v for k, v in flat(self._config).items() if k not in FREE}
         names = ("tuner", "objective", "direction", "factor", "strategy", "workers", "ps", "seed")
         return {
@@ -103,6 +108,13 @@ def _check(options: SweepOptions, config: Any) -> None:
         f"every trial would publish versions to {config.publish!r}, whatever its score",
         fix="leave it out, and export the best trial's run with python -m tfdist.export",
         code="publish-in-a-sweep",
+    )
+    require(
+        not config.objective_file,
+        "config.objective_file",
+        f"all trials would share the file {config.objective_file!r}",
+        fix="leave it out (journal.jsonl has the scores)",
+        code="objective-file-in-a-sweep",
     )
     require(
         config.validation_split or not options.objective.startswith("val_"),

@@ -93,7 +93,14 @@ def parse(argv: Sequence[str]) -> SweepOptions | tuple[str, Path]:
         given["env"] = ",".join(given["env"])
     tuner = made["tuner"].value
     sweep_dir = Path(given.pop("sweep_dir", f"runs/{Path(given['config']).stem}-{tuner}"))
-    if tuner in ("random", "bayesian"):
+    require(
+        "factor" not in given or tuner == "hyperband",
+        "--factor",
+        f"--tuner {tuner} does not use it",
+        fix="leave it out, or use --tuner hyperband",
+        code="unused-option",
+    )
+    if tuner not in ("grid", "hyperband"):
         given.setdefault("max_trials", DEFAULT_MAX_TRIALS)
     return SweepOptions(**given, sweep_dir=sweep_dir, config_flags=config_flags)
 

@@ -29,6 +29,7 @@ from tfdist.configs import check, flat
 from tfdist.configs.command_line import broken_file
 from tfdist.errors import TfdistError, UsageError, near, require
 from tfdist.files import one_line_errors, write_text
+from tfdist.options import OPTUNA_PACKAGES
 from tfdist.tuning.chief import RUNNING, NextTrial
 
 _Build = Callable[[Any, Any], object]
@@ -342,6 +343,7 @@ class Search:
         recorded = None if line is None else {"status": line["status"], "values": line["values"]}
         if recorded is not None and self._is_over:
             return recorded
+        self._oracle.recorded = recorded and recorded["values"]  # for `OptunaOracle`
         self._model.is_replay, self._model.has_new_data = recorded is not None, False
         try:
             answer = dict(self._populate(trial_id))
@@ -402,8 +404,12 @@ class _Model:
 def make_oracle(
     tuner: str, objective: str, direction: str, *, max_epochs: int, factor: int, **options: Any
 ) -> Any:
-    """Return KerasTuner's oracle of that name. Only hyperband uses `max_epochs` and `factor`."""
+    """Return the oracle of that name. Only hyperband uses `max_epochs` and `factor`."""
     options["objective"] = keras_tuner.Objective(objective, direction)
+    if tuner in OPTUNA_PACKAGES:
+        from tfdist.tuning.optuna_oracle import OptunaOracle
+
+        return OptunaOracle(tuner, **options)
     if tuner == "hyperband":
         options |= {"max_epochs": max_epochs, "factor": factor}
     kinds = {
