@@ -8,6 +8,7 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
+from keras.src.callbacks import CallbackList
 
 import tfdist
 from tests.integration import test_conformance as table
@@ -17,6 +18,7 @@ from tfdist.elastic.mesh import Mesh
 from tfdist.kinds import KINDS
 from tfdist.strategy import job as jobs
 from tfdist.strategy.group import of_all_tasks
+from tfdist.training.succession import Succession
 from tfdist.training.task_agreement import require_same_batches
 
 
@@ -105,6 +107,32 @@ def test_a_task_that_joins_runs_no_early_operation_that_needs_the_others(monkeyp
             model.compile("sgd", "mse")
         for name, call in EARLY.items():
             assert refused(lambda call=call: call(model)) == ("elastic", "other-start"), name
+
+
+class First(keras.callbacks.Callback):
+    """A callback of the chief with a state."""
+
+    chief_only, state = True, None
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+class Second(First):
+    pass
+
+
+def test_a_successor_takes_no_state_of_a_class_with_another_number_of_callbacks(caplog):
+    job = types.SimpleNamespace(is_chief=False, name="worker-1", ring=None)
+    succession = Succession(job)
+    succession.take({"epoch": 0, "step": 0, "states": {"First-0": 1, "First-1": 2, "Second-0": 3}})
+    job.is_chief, listed = True, [First(), Second()]
+    succession.take_over(CallbackList(listed), [], step=0)
+    assert [callback.state for callback in listed] == [None, 3]
+    assert "First-0 and First-1: other callbacks than in the lost chief" in caplog.text
 
 
 @pytest.mark.parametrize("cell", [c for c in table.CELLS if c not in REFUSED])
