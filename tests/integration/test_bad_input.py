@@ -636,6 +636,17 @@ def test_what_make_strategy_makes_and_refuses(program, expected):
     assert said_by(program)[0] == expected
 
 
+def test_options_without_effect_in_an_elastic_job_are_named():
+    program = """
+import tensorflow as tf
+options = tf.distribute.experimental.CommunicationOptions()
+ask(elastic=True, min_workers=1, communication_options=options)
+"""
+    _, errors = said_by(program)
+    for name in ("min_workers", "communication_options"):
+        assert f"make_strategy: {name} has no effect under strategy elastic" in errors
+
+
 def test_make_strategy_says_that_tf_keras_is_keras_2():
     program = "ask(strategy='single')\nask(strategy='single')"
     said, errors = said_by(program, TF_USE_LEGACY_KERAS="1")

@@ -1,18 +1,25 @@
 """The cells of the conformance table in an elastic job of one worker with three shards."""
 
 import dataclasses
+import socket
+import types
 from unittest import mock
 
+import keras
 import numpy as np
 import pytest
+from keras.src.callbacks import CallbackList
 
+import tfdist
 from tests.integration import test_conformance as table
-from tests.refusals import refused
+from tests.refusals import refusal, refused
 from tfdist.elastic.job import ElasticStrategy
 from tfdist.elastic.mesh import Mesh
 from tfdist.kinds import KINDS
 from tfdist.strategy import job as jobs
 from tfdist.strategy.group import of_all_tasks
+from tfdist.training.succession import Succession
+from tfdist.training.task_agreement import require_same_batches
 
 
 class Strategies(dict):
@@ -60,6 +67,72 @@ def test_a_task_that_joins_compares_its_own_values():
     ring.sum.return_value = [first_start]
     job = mock.Mock(num_tasks=2, task_index=1, has_peers=True, ring=ring)
     assert of_all_tasks(job, [1.0, 3.0], of="data").tolist() == [[1.0, 2.0], [1.0, 3.0]]
+
+
+def test_data_that_end_early_name_a_member_that_ended_and_one_that_did_not():
+    def tasks_ended_after(end, *, in_tasks, members):
+        absent = [index for index in range(4) if index not in members]
+        ring = mock.Mock(spec=Mesh, absent=absent, lost="")
+        row = np.array([1.0, end, end])
+        rows = np.array([row if i in in_tasks else (0.0, -1.0, -1.0) for i in range(4)])
+        ring.sum.return_value = [np.where(np.isin(range(4), members)[:, None], rows, 0).ravel()]
+        job = mock.Mock(num_tasks=4, task_index=3, has_peers=True, ring=ring, shards=4)
+        job.config.cluster.training_tasks.return_value = ["worker-0", "worker-1"]  # two more joined
+        feed = types.SimpleNamespace(ends=[end], digests={})
+        return str(refusal(lambda: require_same_batches(job, feed, 0, 8)))
+
+    found = tasks_ended_after(5, in_tasks=[3], members=[1, 3])
+    assert "after 5 batches in worker-3, but not in worker-1" in found
+
+
+X = np.ones((8, 2), np.float32)
+EARLY = {
+    "evaluate": lambda model: model.evaluate(X, X[:, :1], verbose=0),
+    "predict": lambda model: model.predict(X, verbose=0),
+    "broadcast": lambda model: tfdist.broadcast(1),
+}
+
+
+def test_a_task_that_joins_runs_no_early_operation_that_needs_the_others(monkeypatch):
+    monkeypatch.setattr(jobs, "_made", [])
+    launcher, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with launcher, end:
+        mesh = Mesh(end, 0, ["worker-0", "worker-1"])
+        mesh.is_offline = True
+        strategy = ElasticStrategy("/CPU:0", 2)
+        strategy.extended.mesh = mesh
+        jobs.remember(jobs.Job(strategy=strategy, kind=KINDS["elastic"], ring=mesh, shards=2))
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        for name, call in EARLY.items():
+            assert refused(lambda call=call: call(model)) == ("elastic", "other-start"), name
+
+
+class First(keras.callbacks.Callback):
+    """A callback of the chief with a state."""
+
+    chief_only, state = True, None
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+class Second(First):
+    pass
+
+
+def test_a_successor_takes_no_state_of_a_class_with_another_number_of_callbacks(caplog):
+    job = types.SimpleNamespace(is_chief=False, name="worker-1", ring=None)
+    succession = Succession(job)
+    succession.take({"epoch": 0, "step": 0, "states": {"First-0": 1, "First-1": 2, "Second-0": 3}})
+    job.is_chief, listed = True, [First(), Second()]
+    succession.take_over(CallbackList(listed), [], step=0)
+    assert [callback.state for callback in listed] == [None, 3]
+    assert "First-0 and First-1: other callbacks than in the lost chief" in caplog.text
 
 
 @pytest.mark.parametrize("cell", [c for c in table.CELLS if c not in REFUSED])

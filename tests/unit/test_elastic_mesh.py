@@ -11,14 +11,20 @@ import socket
 import sys
 import time
 import traceback
+import types
 
 import numpy as np
 import pytest
 
 from tfdist.elastic.engine import as_tensor
-from tfdist.elastic.mesh import Mesh
+from tfdist.elastic.mesh import Mesh, _read_lesson
 from tfdist.elastic.shards import aligned_like, tree_sum
+from tfdist.errors import PeerLost
+from tfdist.kinds import KINDS
 from tfdist.launch.membership import Fence, Go, Membership, View
+from tfdist.strategy import broadcast
+from tfdist.strategy import job as jobs
+from tfdist.training.succession import Succession
 
 SHARDS, STEPS, DEADLINE_S = 4, 40, 60.0
 
@@ -49,7 +55,7 @@ def train(mesh: Mesh, steps: int) -> str:
 class Job:
     """A launcher of forked members, which kills members when `chaos` says so."""
 
-    def __init__(self, count: int, steps: int = STEPS) -> None:
+    def __init__(self, count: int, program=lambda mesh: train(mesh, STEPS)) -> None:
         self.membership = Membership(expected=count)
         self.ends: dict[int, socket.socket] = {}
         self.pids: dict[int, int] = {}
@@ -66,7 +72,7 @@ class Job:
                     end.close()
                 code = 1
                 try:
-                    digest = train(Mesh(theirs, member, names), steps)
+                    digest = program(Mesh(theirs, member, names))
                     os.write(in_fd, digest.encode())
                     code = 0
                 except BaseException:
@@ -178,6 +184,84 @@ def test_survivors_of_random_kills_have_the_same_bits(undisturbed, seed):
 
     assert job.run(chaos) == {undisturbed}
     assert job.views > 1
+
+
+def job_of(mesh: Mesh) -> jobs.Job:
+    return jobs.Job(strategy=None, kind=KINDS["elastic"], ring=mesh, shards=SHARDS)
+
+
+def test_states_of_callbacks_stay_if_the_chief_is_lost_while_it_shares_them():
+    def program(mesh: Mesh) -> str:
+        job = job_of(mesh)
+        jobs._made[:] = [job]
+        succession = Succession(job)
+        earlier = dict(succession.shared)
+        state = types.SimpleNamespace(get_state=lambda: "x" * 5000, chief_only=True)
+        if job.is_chief:  # it dies within the text
+            pieces, send = [], mesh.sum
+            mesh.sum = lambda *a, of: os.kill(os.getpid(), 9) if pieces else sent(*a, of=of)
+
+            def sent(*arrays, of):
+                pieces.append(of)
+                return send(*arrays, of=of)
+
+        succession.share([state], epoch=3, step=7, has_news=True)
+        assert succession.shared == earlier
+        assert succession.is_due
+        mesh.stop("no member is left")
+        with pytest.raises(PeerLost):
+            succession.share([state], epoch=3, step=7, has_news=True)
+        return "done"
+
+    assert Job(2, program).run() == {"done"}
+
+
+@contextlib.contextmanager
+def only_member():
+    """Yields a launcher's socket, and a mesh with one member."""
+    launcher, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    go = {"members": [0], "done": 0, "source": 0, "behind": [], "joining": []}
+    with launcher, end:
+        for message in ({"view": 1}, {"go": 1, **go}):
+            launcher.send(json.dumps(message).encode())
+        yield launcher, Mesh(end, 0, ["worker-0"])
+
+
+def lesson_of(launcher: socket.socket, mesh: Mesh, operations: int) -> list[np.ndarray]:
+    """Let the mesh teach while it works, then read the lesson: its results."""
+    pupil, teacher = socket.socketpair()
+    with pupil:
+        with teacher:
+            socket.send_fds(launcher, [b'{"teach": 1}'], [teacher.fileno()])
+        for _ in range(operations):
+            mesh.sum(np.ones(1), of="a step")
+        pupil.settimeout(DEADLINE_S)
+        return [result for _, _, (result,) in _read_lesson(pupil)]
+
+
+def test_a_task_that_joins_gets_values_that_the_program_has_changed_since(monkeypatch):
+    with only_member() as (launcher, mesh):
+        monkeypatch.setattr(jobs, "_made", [job_of(mesh)])
+        value = np.arange(5000.0)
+        mine = broadcast(value)
+        total = mesh.sum(value, of="values")[0]
+        value += 1
+        mine += 1
+        total += 1
+        mesh.begin_loop()
+        *_, array, _, summed = lesson_of(launcher, mesh, 1)
+        expected = np.arange(5000.0)
+        np.testing.assert_array_equal(array.view(np.float64)[:5000], expected)
+        np.testing.assert_array_equal(summed, expected)
+
+
+def test_members_go_on_while_a_task_reads_no_lesson():
+    with only_member() as (launcher, mesh):
+        value = np.arange(1_000_000.0)  # more than a socket's buffer
+        mesh.sum(value, of="values")
+        mesh.begin_loop()
+        (lesson,) = lesson_of(launcher, mesh, 3)
+        np.testing.assert_array_equal(lesson, value)
 
 
 def test_tensorflow_uses_the_memory_of_a_sum():

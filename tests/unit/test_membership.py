@@ -4,6 +4,7 @@ The members are a model of `tfdist.elastic.mesh` without sockets. A seed gives t
 """
 
 import json
+import math
 import os
 import random
 import selectors
@@ -21,6 +22,7 @@ from tfdist.launch.events import (
     Awakening,
     Begin,
     Ended,
+    KillOne,
     Leave,
     MemberAcked,
     MemberReady,
@@ -330,6 +332,29 @@ def test_the_last_workers_leave_a_job_that_gets_fewer_workers():
     actions = happen(state, ended(2, 0))
     assert [a.task for a in actions if isinstance(a, Start)] == [WORKERS[2], Task("worker", 3)]
     assert (state.restarts, state.lost, state.is_ending) == ([], [], False)
+
+
+def test_a_worker_that_does_not_leave_is_killed_after_the_grace_period():
+    state = elastic_job()
+    happen(state, Resize(workers=2))
+    happen(state, Resize(workers=3))
+    due_s = state.now_s - 1 + state.grace_s
+    state.watchdog.next_check_s = lambda: math.inf
+    assert state.next_s == due_s
+    assert KillOne(WORKERS[2]) not in decide(state, Awakening(at_s=due_s - 0.1))
+    assert KillOne(WORKERS[2]) in decide(state, Awakening(at_s=due_s))
+    assert state.next_s > due_s
+    actions = happen(state, ended(2, -9))
+    assert [a.task for a in actions if isinstance(a, Start)] == [WORKERS[2]]
+    assert (state.restarts, state.lost, state.is_ending) == ([], [], False)
+
+
+def test_stragglers_are_late_after_the_chief_that_finished():
+    state = elastic_job()
+    happen(state, ended(0, 0))
+    happen(state, ended(2, 0))
+    decide(state, Awakening(at_s=state.straggler_deadline_s))
+    assert state.hang.failure.cause == "still running 60 s after worker-0 exited: worker-1"
 
 
 def test_the_chief_stays_in_a_job_of_one_worker():

@@ -48,7 +48,7 @@ def get_states(callbacks: Sequence[Any]) -> dict[str, Any]:
     a state are left out. Raises UsageError for a state that JSON cannot hold.
     """
     states = {}
-    for name, callback in _with_names(callbacks):
+    for name, callback in with_names(callbacks):
         try:
             state = json.loads(json.dumps(_get(callback), default=_as_json))
         except (TypeError, ValueError) as error:
@@ -70,7 +70,7 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
     Keras, only the attributes that `get_states` saves are set: a checkpoint may be untrusted.
     Raises UsageError for values of other types.
     """
-    for name, callback in _with_names(callbacks):
+    for name, callback in with_names(callbacks):
         if states.get(name) is not None and hasattr(callback, "set_state"):
             callback.set_state(states[name])
             continue
@@ -141,7 +141,7 @@ def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
     """Return the best weights that EarlyStopping keeps, as arrays by name."""
     return {
         f"callbacks/{name}/{i}": np.array(weight)
-        for name, callback in _with_names(callbacks)
+        for name, callback in with_names(callbacks)
         if isinstance(callback, keras.callbacks.EarlyStopping)
         for i, weight in enumerate(callback.best_weights or [])
     }
@@ -149,7 +149,7 @@ def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 def set_best_weights(callbacks: Sequence[Any], arrays: Mapping[str, Any]) -> None:
     """Restore the best weights of EarlyStopping. Raise UsageError for weights of another model."""
-    for name, callback in _with_names(callbacks):
+    for name, callback in with_names(callbacks):
         kept: list[Any] = []
         while (key := f"callbacks/{name}/{len(kept)}") in arrays:
             kept.append(arrays[key])
@@ -166,7 +166,8 @@ def set_best_weights(callbacks: Sequence[Any], arrays: Mapping[str, Any]) -> Non
             callback.best_weights = kept
 
 
-def _with_names(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
+def with_names(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return the callbacks with their names in a checkpoint: class name and number."""
     count: collections.Counter[str] = collections.Counter()
     named = []
     for callback in callbacks:

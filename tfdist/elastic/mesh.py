@@ -38,7 +38,6 @@ _HEADER = struct.Struct("<IQI")  # epoch, number of the operation, checksum of i
 _MOST_BYTES, _MOST_FDS = 1 << 16, 64
 _BUFFERS_A_CALL = 64
 _NO_STATE = -1  # in place of the finished operations of a task that joins
-_LESSON_S = 10.0
 _NO_TEACHER = "lost the worker that sends the earlier results"
 _NEED_OTHERS = ("a step", "outputs of", "sparse gradients", "broadcast", "the next block of")
 _Result = tuple[int, tuple[int, ...], list[Array]]  # checksum of the description, members, result
@@ -180,10 +179,9 @@ class Mesh(Members):
         """Send the results of the operations before the loop to the tasks that wait for them."""
         if self._log is not None:
             return
-        while self._pupils:
-            with self._pupils.pop() as pupil, contextlib.suppress(OSError):
-                pupil.settimeout(_LESSON_S)
-                _send_lesson(pupil, self._lesson)
+        while self._pupils:  # a pupil that compiles its step may read its second lesson late
+            sent = self._pupils.pop(), self._lesson
+            threading.Thread(target=_send_lesson, args=sent, daemon=True).start()
 
     @property
     def previous_name(self) -> str:
@@ -196,13 +194,14 @@ class Mesh(Members):
 
         A lost member's arrays may be missing in the sum.
         """
-        own = [np.asarray(array, order="C") for array in arrays]
+        own = [np.array(array, order="C") for array in arrays]
 
         def attempt() -> list[Array]:
             rank, count = self.members.index(self._member), len(self.members)
             return self._tree(own, {(rank, rank + 1): own}, rank, count, count)
 
-        return self._run(attempt, of=f"{of} {[(a.dtype.name, a.shape) for a in own]}")
+        kept = self._run(attempt, of=f"{of} {[(a.dtype.name, a.shape) for a in own]}")
+        return [total.copy() for total in kept]  # other members may need the result later
 
     def sum_shards(self, compute: Compute, shards: int, *, of: str) -> list[Array]:
         """Return the sum over all shards of each array of `compute`.
@@ -644,17 +643,16 @@ def _bytes(buffers: Sequence[Any]) -> Iterator[memoryview]:
 
 
 def _send_lesson(pupil: socket.socket, lesson: Sequence[_Result] | None) -> None:
-    if lesson is None:
-        pupil.sendall(bytes(8))
-        return
     specs = [
-        [key, members, [[a.dtype.name, a.shape] for a in arrays]] for key, members, arrays in lesson
+        [key, members, [[a.dtype.name, a.shape] for a in arrays]]
+        for key, members, arrays in lesson or ()
     ]
-    text = json.dumps(specs).encode()
-    pupil.sendall(len(text).to_bytes(8, "little") + text)
-    for _, _, arrays in lesson:
-        for array in arrays:
-            pupil.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    text = b"" if lesson is None else json.dumps(specs).encode()
+    with pupil, contextlib.suppress(OSError):
+        pupil.sendall(len(text).to_bytes(8, "little") + text)
+        for _, _, arrays in lesson or ():
+            for array in arrays:
+                pupil.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _read_lesson(teacher: socket.socket) -> deque[_Result] | None:

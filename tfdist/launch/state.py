@@ -133,10 +133,15 @@ class TaskState:
     """Failure for which the launcher kills only this task, or `None`."""
     was_member: bool = False
     """Whether the process has been a member of an elastic job."""
-    is_leaving: bool = False
-    """Whether the launcher told the process to exit, because the job gets fewer workers."""
+    leaves_by_s: float = math.inf
+    """End of the grace period if the job gets fewer workers and the process has to exit."""
     is_replaceable: bool = False
     """Whether another member can take over if this process is the chief of an elastic job."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether the launcher told the process to exit, and the job continues."""
+        return self.leaves_by_s < math.inf
 
     def record(self, **changes: Any) -> None:
         """Update the record of the current process."""
@@ -202,8 +207,8 @@ class JobState:
     views: list[ViewRecord] = field(default_factory=list)
     """Views of an elastic job."""
 
-    is_done: bool = False
-    """Whether the chief exited with code 0 (with any code if the job is stopping)."""
+    done: Task | None = None
+    """Chief that exited with code 0 (with any code if the job is stopping)."""
     are_servers_closed: bool = False
     """Whether the launcher told the workers and ps to exit after the chief exited."""
     straggler_deadline_s: float = math.inf
@@ -234,6 +239,11 @@ class JobState:
         if self.membership is not None and self.membership.members:
             return Task("worker", self.membership.members[0])
         return next(iter(self.tasks))
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether the chief has finished."""
+        return self.done is not None
 
     @property
     def running(self) -> list[Task]:
@@ -282,7 +292,8 @@ class JobState:
         if self.hang is not None:
             return self.hang.due_s
         checks_s = (self.root_cause.next_s(), self.watchdog.next_check_s())
-        return min(self.straggler_deadline_s, *checks_s)
+        leave_s = (task.leaves_by_s for task in self.tasks.values() if task.is_running)
+        return min(self.straggler_deadline_s, *checks_s, *leave_s)
 
     def reached(self, step: int | None) -> None:
         """Record a step that a task has finished."""

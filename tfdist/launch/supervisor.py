@@ -155,7 +155,7 @@ class _Decision:
             self._change(state.membership.lost(task.index))
         if is_chief and (state.is_ending or not ended.status):
             state.straggler_deadline_s = self._now_s + self._straggler_s
-            state.is_done = True
+            state.done = task
             for waiting in filter(state.waits_to_join, state.running):
                 self._do(KillOne(waiting))
             for served in filter(state.serves_nobody, state.root_cause.tasks):
@@ -233,7 +233,7 @@ class _Decision:
         others = [task for task in reversed(stays) if task != state.chief]
         for task in others[: max(0, len(stays) - workers)]:
             known = state.tasks[task]
-            known.is_leaving = True
+            known.leaves_by_s = self._now_s + state.grace_s
             state.watchdog.ended(task)
             state.root_cause.forget(task)
             self._do(Leave(task) if known.was_member else KillOne(task))
@@ -415,7 +415,7 @@ class _Decision:
     def _start(self, task: Task) -> None:
         known = self._state.tasks[task]
         known.is_running, known.was_member = True, False
-        known.is_leaving = known.is_replaceable = False
+        known.leaves_by_s, known.is_replaceable = math.inf, False
         known.failed_alone = None
         self._state.watchdog.started(task, at_s=self._now_s)  # never starting is a hang
         self._do(Start(task, known.records[-1].restart))
@@ -441,6 +441,10 @@ class _Decision:
         state, now_s = self._state, self._now_s
         if not state.has_running:
             return
+        for task in [t for t in state.running if now_s >= state.tasks[t].leaves_by_s]:
+            self._say(f"{task} did not exit within the grace period; killed")
+            state.tasks[task].leaves_by_s = now_s + _GIVE_UP_S
+            self._do(KillOne(task))
         if state.is_ending:
             if now_s >= state.deadline_s and not state.is_killed:
                 # After the chief has exited, TensorFlow may block SIGTERM in workers and ps.
@@ -463,7 +467,7 @@ class _Decision:
         state = self._state
         waited_s = self._straggler_s
         late = [t for t in state.running if t != EVALUATOR and not state.serves_nobody(t)]
-        cause = f"still running {waited_s:g} s after {state.chief} exited"
+        cause = f"still running {waited_s:g} s after {state.done} exited"
         if late:
             cause += f": {named(late)}"
         task = late[0] if late else EVALUATOR

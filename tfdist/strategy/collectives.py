@@ -65,7 +65,7 @@ def broadcast(value: Any = None, root: int = 0) -> Any:
     of = _described("broadcast", (), "", job, root)
     try:
         value = _decoded(job, text, arrays, root=root, is_root=is_root, of=of, receive=_from_root)
-    except ValueError:  # an elastic job lost the chief while it sent the text
+    except (json.JSONDecodeError, UnicodeDecodeError):  # an elastic job has lost the chief
         if not isinstance(job.ring, Members):
             raise
     if isinstance(job.ring, Members):

@@ -29,7 +29,7 @@ from tfdist.cluster import (
 from tfdist.cluster.local_only import restricting_server
 from tfdist.errors import UsageError, end_mistakes_in_one_line, require, require_one_of
 from tfdist.kinds import load
-from tfdist.options import LAUNCHED, table
+from tfdist.options import LAUNCHED
 from tfdist.renamed import without_renamed
 from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.collectives import share_generators
@@ -140,8 +140,8 @@ def make_strategy(  # noqa: PLR0913
         # Start the watch now: the chief may exit before this task asks for its exit.
         rendezvous.chief_watch(config, timeout_s=options.startup_timeout_s)
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
-    uses = {name: kind.name in table(JobOptions)[name].strategies for name in of_some}
-    uses |= {"pipeline": kind.has_stages, "communication_options": kind.has_collectives}
+    uses = {**dict.fromkeys(of_some, kind.has_servers), "pipeline": kind.has_stages}
+    uses["communication_options"] = kind.has_tensorflow_servers and kind.is_synchronous
     given = {**of_some, "pipeline": pipeline, "communication_options": communication_options}
     for name in given:
         if given[name] is not None and not uses[name] and job.is_chief:

@@ -15,7 +15,7 @@ from keras.src.callbacks import CallbackList
 from tfdist import phases
 from tfdist.checkpoint import callback_state
 from tfdist.checkpoint.backup import BackupAndRestore
-from tfdist.errors import PeerLost
+from tfdist.errors import PeerLost, named
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.native import engine_runs
 from tfdist.strategy.ring import Members
@@ -76,15 +76,16 @@ class Succession:
         self._was_chief = True
         listed, shared = callbacks.callbacks, self.shared
         own = callbacks.callbacks = chiefs_of(listed)
+        states = self._states_of_same(own)
         with engine_runs(), phases.entered("callback"):
             for backup in backups:
                 backup.repeat_save()
                 backup.on_train_begin()
-            prepare_trackers(own, backups, shared["states"])
+            prepare_trackers(own, backups, states)
             callback_state.prepare_to_resume(own, epoch=shared["epoch"])
             callbacks.on_train_begin()
             callbacks.on_epoch_begin(shared["epoch"])
-            callback_state.set_states(own, shared["states"])
+            callback_state.set_states(own, states)
             for callback in own:
                 if hasattr(callback, "resumed_at"):
                     callback.resumed_at(shared["step"])
@@ -93,7 +94,23 @@ class Succession:
                     getattr(callbacks, hook)(*args)
         callbacks.callbacks = listed
 
+    def _states_of_same(self, own: Sequence[Any]) -> dict[str, Any]:
+        """Return the shared states, without classes of which the chief had another number."""
+        shared, mine = self.shared["states"], {name for name, _ in callback_state.with_names(own)}
+        others = {name.rpartition("-")[0] for name in mine.symmetric_difference(shared)}
+        lost = {n for n, s in shared.items() if s is not None and n.rpartition("-")[0] in others}
+        if lost:
+            _LOG.warning(
+                "%s: other callbacks than in the lost chief, so they begin without a state. Fix: "
+                "create the same callbacks in all workers",
+                named(sorted(lost)),
+            )
+        return {name: state for name, state in shared.items() if name not in lost}
+
     def _states(self, callbacks: Sequence[Any]) -> dict[str, Any]:
+        """Return the state of each of the chief's own callbacks, `None` without a state."""
         if not isinstance(self._job.ring, Members):
             return {}
-        return callback_state.get_states(chiefs_of(callbacks))
+        own = chiefs_of(callbacks)
+        names = dict.fromkeys(name for name, _ in callback_state.with_names(own))
+        return names | callback_state.get_states(own)
