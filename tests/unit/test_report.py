@@ -24,7 +24,7 @@ from tfdist.loopback import listen, make_server
 from tfdist.outputs.sweep_journal import LOCK
 from tfdist.phases import PHASES, SUM
 from tfdist.report import __main__ as program
-from tfdist.report.page import PARTS, STYLE, FoldedTime, render
+from tfdist.report.page import PARTS, STYLE, render
 from tfdist.report.pieces import Series, chart
 from tfdist.report.run_records import TaskHistory, names_of, read_run
 from tfdist.report.sweep_section import read_sweep, runs_of_best
@@ -223,22 +223,6 @@ def test_a_run_that_is_going_is_told_by_its_lock(run_dir):
     assert read_run(run_dir).status == "done"
 
 
-def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(run_dir, monkeypatch):
-    for step in ("step-1", "step-2"):
-        (run_dir / "checkpoints" / step).mkdir(parents=True)
-        (run_dir / "checkpoints" / step / "data").write_text("x" * 10)
-    search = Path.rglob
-
-    def removed(path, pattern):
-        if path.name == "step-1":
-            raise FileNotFoundError
-        return search(path, pattern)
-
-    monkeypatch.setattr(Path, "rglob", removed)
-    (found,) = read_run(run_dir).checkpoints
-    assert (found.step, found.size_bytes, found.is_whole) == (2, 10, False)
-
-
 @pytest.mark.parametrize(
     "kept", [["metrics.jsonl", "config.json"], ["report.json"], ["metrics.jsonl"]]
 )
@@ -412,7 +396,7 @@ def test_rates_are_between_stretches_with_a_step_after_the_one_that_it_resumed_f
     assert history.rates() == [(6.0, 5.0), (9.0, 5.0), (13.0, 5.0)]
 
 
-def test_a_night_between_two_attempts_is_folded():
+def test_a_night_between_two_attempts_is_left_out():
     run = read_run(RUNS / "multiworker")
     first, night = run.attempts[0], 8 * 3600.0
     active = first.end - first.begin
@@ -420,10 +404,9 @@ def test_a_night_between_two_attempts_is_folded():
         first, begin=first.end + night, end=first.end + night + active, tasks=(), history={}
     )
     run = dataclasses.replace(run, attempts=(first, later))
-    time = FoldedTime.of(run)
-    assert time.at(later.begin) - time.at(first.end) == pytest.approx(active / 20)
-    assert time.at(later.end) == pytest.approx(active * 2.05)
-    assert "Gaps between attempts are folded: 8 h 00 min." in Page(render([run])).text
+    assert run.active_s(later.begin) == pytest.approx(run.active_s(first.end))
+    assert run.active_s(later.end) == pytest.approx(2 * active)
+    assert "Gaps between attempts are left out: 8 h 00 min." in Page(render([run])).text
 
 
 def test_a_line_breaks_where_nothing_is_known_and_an_empty_one_is_no_chart():

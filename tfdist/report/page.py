@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -170,7 +168,6 @@ def _run_section(run: RunRecord, index: int) -> str:
         f"{section('Attempts and tasks', _timeline(run, legend))}"
         f"{section('Time by phase', _time_spent(totals, used, legend))}"
         f"{section('Staleness', _staleness(run))}"
-        f"{section('Checkpoints on the disk', _checkpoints(run))}"
         f"{section('Program and versions', _what_ran(run))}</section>"
     )
 
@@ -255,10 +252,9 @@ def _chart_by_task(
 ) -> str:
     """Return a chart over the time of all attempts. Lines break between attempts."""
     series: dict[str, list[tuple[float, float]]] = {}
-    time = FoldedTime.of(run)
     for attempt in run.attempts:
         for task, history in attempt.history.items():
-            offset = time.at(history.begin)
+            offset = run.active_s(history.begin)
             points = [(offset + at, y) for at, y in points_of(history)]
             series.setdefault(task, []).extend([(offset, math.nan), *points] if points else [])
     moving = [(task, ps) for task, ps in sorted(series.items()) if any(y > 0 for _, y in ps)]
@@ -266,39 +262,7 @@ def _chart_by_task(
         Series(name=task, points=points, colour=i, is_dashed=bool(i % 2))
         for i, (task, points) in enumerate(moving[:NUM_COLOURS])
     ]
-    return chart(title, lines, x_label="seconds from the first start" + time.remark)
-
-
-@dataclass(frozen=True, slots=True)
-class FoldedTime:
-    """Seconds from the start of a run, without most of the long gaps between its attempts."""
-
-    begin: float
-    gaps: tuple[tuple[float, float], ...]
-    """Begin and end of each gap that is folded."""
-    width: float
-    """Seconds that a folded gap takes."""
-
-    @classmethod
-    def of(cls, run: RunRecord) -> FoldedTime:
-        """Fold each gap that is longer than a tenth of the attempts together, and than 10 s."""
-        spans = [(a.begin, a.end) for a in run.attempts if a.begin is not None and a.end]
-        active = sum(end - begin for begin, end in spans)
-        gaps = ((end, begin) for (_, end), (begin, _) in itertools.pairwise(spans))
-        long = tuple(gap for gap in gaps if gap[1] - gap[0] > max(10.0, active / 10))
-        return cls(run.begin, long, active / 40)
-
-    def at(self, moment: float) -> float:
-        position = moment - self.begin
-        for left, right in self.gaps:
-            inside = min(max(0.0, moment - left), right - left)
-            position -= inside * (1 - self.width / (right - left))
-        return position
-
-    @property
-    def remark(self) -> str:
-        """Return the end of an axis label, empty if no gap is folded."""
-        return ", without gaps between attempts" if self.gaps else ""
+    return chart(title, lines, x_label="seconds of all attempts")
 
 
 def _totals(run: RunRecord) -> dict[str, dict[str, float]]:
@@ -371,23 +335,6 @@ def _counts(counts: Sequence[tuple[str, int]], more: Callable[[float], str]) -> 
     return f'<div class="rows">{rows}</div>'
 
 
-def _checkpoints(run: RunRecord) -> str:
-    rows = [
-        [
-            code(one.name),
-            number(one.step),
-            f"{one.size_bytes / 1e6:,.1f} MB",
-            clock(one.at),
-            "complete" if one.is_whole else '<span class="warn">incomplete</span>',
-        ]
-        for one in run.checkpoints[-MAX_ROWS:]
-    ]
-    resumed = run.summary.get("resumed_from_step")
-    note = f'<p class="note">The last attempt resumed at step {resumed:,}.</p>' if resumed else ""
-    head = ["checkpoint", "step", "size", "written", ""]
-    return card(table(head, rows) + note) if rows else ""
-
-
 def _what_ran(run: RunRecord) -> str:
     job, versions = run.job, run.job.get("versions", {})
     hosts = sorted({span.host for a in run.attempts for span in a.tasks if span.host})
@@ -397,6 +344,7 @@ def _what_ran(run: RunRecord) -> str:
         "hosts": escape(", ".join(hosts) or job.get("host", "")),
         "CPUs": escape(str(job.get("cpus", ""))),
         "versions": escape(", ".join(f"{name} {version}" for name, version in versions.items())),
+        "resumed from step": code(run.summary.get("resumed_from_step")),
         "weights": code(run.summary.get("weights_sha256")),
     }
     config = pairs({name: code(value) or UNKNOWN for name, value in flat(run.config).items()})
@@ -433,11 +381,10 @@ def _timeline(run: RunRecord, legend: str) -> str:
     ends = [attempt.end for attempt in run.attempts if attempt.end is not None]
     if not run.begin or not ends or max(ends) <= run.begin:
         return ""
-    time = FoldedTime.of(run)
-    shown = Scale(0.0, time.at(max(ends)), 0.0, 1.0)
+    shown = Scale(0.0, run.active_s(max(ends)), 0.0, 1.0)
 
     def place(moment: float) -> float:
-        return shown.at(time.at(moment))
+        return shown.at(run.active_s(moment))
 
     rows = _scale(shown.high)
     for attempt in run.attempts[-MAX_ROWS:]:
@@ -448,9 +395,9 @@ def _timeline(run: RunRecord, legend: str) -> str:
         for view in attempt.views[-MAX_ROWS:]:
             members = escape(", ".join(map(str, view["members"])))
             rows += f'<span class="soft">from step {view["step"]:,}</span><span>{members}</span>'
-    folded = ", ".join(duration(right - left) for left, right in time.gaps)
+    gaps = ", ".join(duration(right - left) for left, right in run.gaps)
     note = f'<p class="note">From {clock(run.begin)} to {clock(max(ends))}.'
-    note += f" Gaps between attempts are folded: {folded}.</p>" if folded else "</p>"
+    note += f" Gaps between attempts are left out: {gaps}.</p>" if gaps else "</p>"
     return card(f'{legend}<div class="rows">{rows}</div>{note}')
 
 

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,7 +19,6 @@ from tfdist.outputs.run_directory import COUNTERS, DONE, Evaluations, RunDirecto
 from tfdist.outputs.sweep_journal import JOURNAL
 
 REPORT_FILE, LIVE_FILE, HISTORY_FILE = "report.json", "live.json", "history.json"
-_CHECKPOINT = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,17 +80,6 @@ class AttemptRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SavedCheckpoint:
-    """A checkpoint on the disk."""
-
-    name: str
-    step: int
-    size_bytes: int
-    at: float
-    is_whole: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
     """Content of a run directory. Unknown parts are empty."""
 
@@ -106,7 +93,6 @@ class RunRecord:
     metrics: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Mapping[str, Any], ...]
     attempts: tuple[AttemptRecord, ...]
-    checkpoints: tuple[SavedCheckpoint, ...]
     live: Mapping[str, Any]
 
     @property
@@ -147,6 +133,18 @@ class RunRecord:
         """Return the time from the first start to the last end."""
         ends = [a.end for a in self.attempts if a.end is not None]
         return max(ends) - self.begin if self.begin and ends else None
+
+    @property
+    def gaps(self) -> list[tuple[float, float]]:
+        """Return end and begin of the attempts before and after each gap."""
+        spans = [(a.begin, a.end) for a in self.attempts if a.begin is not None and a.end]
+        gaps = ((end, begin) for (_, end), (begin, _) in itertools.pairwise(spans))
+        return [(end, begin) for end, begin in gaps if begin > end]
+
+    def active_s(self, moment: float) -> float:
+        """Return the seconds of the attempts before a moment, without the gaps between them."""
+        idle = sum(min(max(0.0, moment - end), begin - end) for end, begin in self.gaps)
+        return moment - self.begin - idle
 
     def points(self, name: str) -> list[tuple[float, float]]:
         """Return a metric over the steps, with NaN for non-finite values (null in the file).
@@ -288,7 +286,6 @@ def _read(path: Path) -> RunRecord:
         metrics=tuple(metrics),
         evaluations=tuple(Evaluations(directory.checkpoints).lines()),
         attempts=tuple(attempts),
-        checkpoints=tuple(_checkpoints(directory.checkpoints)),
         live=live if is_going else {},
     )
 
@@ -410,22 +407,3 @@ def _unfinished(live: Mapping[str, Any], path: Path, *, is_going: bool) -> Attem
         tasks=spans,
         history=history,
     )
-
-
-def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
-    found = []
-    for path in sorted(folder.glob("step-*")):
-        match = _CHECKPOINT.fullmatch(path.name)
-        with contextlib.suppress(OSError):  # it may be deleted meanwhile
-            files = [file.stat() for file in path.rglob("*") if file.is_file()]
-            if match is not None and files:
-                found.append(
-                    SavedCheckpoint(
-                        name=path.name,
-                        step=int(match[1]),
-                        size_bytes=sum(file.st_size for file in files),
-                        at=max(file.st_mtime for file in files),
-                        is_whole=(path / "manifest.json").is_file(),
-                    )
-                )
-    return found
