@@ -108,12 +108,9 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("out", "clear"), [(io.StringIO(), ""), (Terminal(), "\x1b[K")])
-def test_under_a_launcher_and_on_a_terminal_each_line_takes_the_place_of_the_last(
-    out, clear, monkeypatch
-):
+def test_on_a_terminal_each_line_takes_the_place_of_the_last(monkeypatch):
     monkeypatch.setenv("COLUMNS", "70")
-    first, last = shown(step_s=0.1, steps=3, out=out, in_place=True).split("\r")
+    first, last = shown(step_s=0.1, steps=3, out=Terminal()).split("\r")
     assert first.startswith("step 1 of 3 (33 %)")
     assert last.startswith("step 3 of 3 (100 %)")
-    assert last.endswith(f"done{clear}\n")
+    assert last.endswith("done\x1b[K\n")

@@ -112,9 +112,7 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     keras.config.set_dtype_policy(config.precision)
     keras.utils.set_random_seed(seed)
     plan = recipe.plan_of(config)
-    job = current_job()
-    in_place = bool(job and job.config and job.config.options.terminal)
-    display = ProgressDisplay(total_steps=plan.total_steps, in_place=in_place)
+    display = ProgressDisplay(total_steps=plan.total_steps)
     reporter = RunReporter(directory, plan, display=display)
     try:
         datasets = recipe.load_datasets(config)

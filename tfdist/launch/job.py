@@ -81,7 +81,7 @@ from tfdist.launch.run_dir import (
     restart_seconds,
     versions_of_job,
 )
-from tfdist.launch.screen import JobScreen, shows_in_place, standard_screen
+from tfdist.launch.screen import JobScreen, standard_screen
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
 from tfdist.options import CLUSTER, LAUNCHED, PORTS, RESTARTS, UNCOUNTED_RESTARTS
@@ -165,7 +165,6 @@ def _described(
         environ=environ,
         run_dir=run_dir,
         start=start if has_tasks else "exec",
-        is_terminal=shows_in_place(1, environ),
     )
 
 

@@ -123,7 +123,6 @@ class JobProcesses:
             os.set_inheritable(descriptor, False)  # tasks must not inherit it
             self._given = socket.socket(fileno=descriptor)
         self._specs: dict[Task, ProcessSpec] = {}
-        self._chief: Task | None = None
         self._logs = Path()
         self._news: list[Event] = []
         self._running: dict[Task, int | None] = {}
@@ -179,7 +178,6 @@ class JobProcesses:
         self._screen.forget()
         self._screen.hosts = {task_of(name): host for name, host in attempt.hosts.items()}
         self._logs = attempt.logs
-        self._chief = attempt.cluster.chief_task
         self._pids.clear()
         self._raised.clear()
         self._is_patient = True
@@ -255,7 +253,7 @@ class JobProcesses:
         return self._specs[task]
 
     def _start(self, spec: ProcessSpec, *, log: str) -> None:
-        output = self._screen.open(spec.task, self._logs / log, is_chief=spec.task == self._chief)
+        output = self._screen.open(spec.task, self._logs / log)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read_fd, False)
         self._pipes[read_fd] = (spec.task, output)

@@ -1,8 +1,7 @@
 """Display of a run: progress and result on a terminal, scalars in TensorBoard, empty plots.
 
-On a terminal the progress line is updated in place. Elsewhere a line is printed every ten seconds.
-If the launcher runs on a terminal, a task ends its line with a carriage return. The launcher then
-shows the next line in its place.
+On a terminal the progress line is updated in place. Elsewhere, also under the launcher, a line is
+printed every ten seconds.
 """
 
 from __future__ import annotations
@@ -38,14 +37,12 @@ class ProgressDisplay:
         total_steps: int,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        in_place: bool = False,
     ) -> None:
         self._total_steps = total_steps
         self._stream = stream or sys.stderr
         self._clock = clock
         self._is_terminal = self._stream.isatty()
-        self._in_place = in_place or self._is_terminal
-        self._every_s = _IN_PLACE_EVERY_S if self._in_place else _EVERY_S
+        self._every_s = _IN_PLACE_EVERY_S if self._is_terminal else _EVERY_S
         self._logs: dict[str, float] = {}
         self._past: list[tuple[float, int, int]] = []
         self._shown_at: float | None = None
@@ -69,7 +66,7 @@ class ProgressDisplay:
     def end(self) -> None:
         """Print the last line when training ends or is interrupted."""
         first, last = (self._past[i][1] if self._past else None for i in (0, -1))
-        if last is not None and last != first and (self._in_place or last != self._shown_step):
+        if last is not None and last != first and (self._is_terminal or last != self._shown_step):
             self._write_line(last, self._clock(), is_last=True)
         self._past = []
 
@@ -79,7 +76,7 @@ class ProgressDisplay:
         line = f"step {step:,} of {self._total_steps:,} ({percent:.0f} %)  {self._state()}"
         if self._is_terminal:
             line = line[: shutil.get_terminal_size().columns - 1] + _CLEAR_REST
-        self._stream.write(line + ("\r" if self._in_place and not is_last else "\n"))
+        self._stream.write(line + ("\r" if self._is_terminal and not is_last else "\n"))
         self._stream.flush()
 
     def _state(self) -> str:
