@@ -49,22 +49,22 @@ def test_the_hash_is_over_little_endian_bytes_in_order_and_then_of_the_optimizer
         (
             {},
             [
-                "strategy        ps, 4 workers, 1 parameter server",
-                "accuracy        0.9900 training, 0.9830 validation",
-                "examples/s      5,210",
+                "accuracy       0.9900",
+                "val_accuracy   0.9830",
+                "examples/s     5,210",
             ],
         ),
         (
-            {"resumed_from_step": 500, "metrics": {"loss": None}, "ps": 0, "workers": 1},
+            {"resumed_from_step": 500, "metrics": {"loss": None}, "worker_steps": {"w": 3, "x": 1}},
             [
-                "steps           2,000 (resumed from 500)",
-                "loss            not finite",
-                "strategy        ps, 1 worker, 4 replicas",
+                "steps          2,000 (resumed from 500)",
+                "loss           not finite",
+                "steps by       w 75%, x 25%",
             ],
         ),
         (
             {"staleness": {"0": 50, "1": 25, "2": 10, "3": 10, "7": 5}},
-            ["staleness       0: 50%, 1: 25%, 2-3: 20%, 4-7: 5%"],
+            ["staleness      0: 50%, 1: 25%, 2-3: 20%, 4-7: 5%"],
         ),
     ],
 )

@@ -101,50 +101,29 @@ def _duration(seconds: float) -> str:
 
 
 def show_result(summary: Mapping[str, Any], *, run_dir: str) -> None:
-    rows = _result_rows(summary, run_dir=run_dir)
-    width = max(len(label) for label, _ in rows)
-    for label, value in rows:
-        print(f"  {label:<{width}}  {value}", flush=True)
-
-
-def _result_rows(summary: Mapping[str, Any], *, run_dir: str) -> list[tuple[str, str]]:
-    rows = [("result", str(summary["status"])), ("strategy", strategy_line(summary))]
-    resumed = summary.get("resumed_from_step")
-    steps = f"{summary['steps']:,}" + (f" (resumed from {resumed:,})" if resumed else "")
-    rows += [
-        ("steps", steps),
-        ("examples", f"{summary['examples']:,}"),
-        ("virtual epochs", f"{summary['virtual_epochs']:,}"),
-    ]
-    rows += _metric_rows(summary["metrics"])
-    if summary.get("examples_per_second"):
-        rows.append(("examples/s", f"{summary['examples_per_second']:,.0f}"))
+    """Print the result of a run. `summary.json` has more figures."""
+    resumed, speed = summary.get("resumed_from_step"), summary.get("examples_per_second")
+    rows = {
+        "result": summary["status"],
+        "steps": f"{summary['steps']:,}" + (f" (resumed from {resumed:,})" if resumed else ""),
+        **{
+            name: "not finite" if value is None else _number(value)
+            for name, value in summary["metrics"].items()
+        },
+        "examples/s": speed and f"{speed:,.0f}",
+    }
     if steps_of := summary.get("worker_steps"):
         total = max(sum(steps_of.values()), 1)
-        parts = [f"{worker} {steps / total:.0%}" for worker, steps in steps_of.items()]
-        rows.append(("steps by", ", ".join(parts)))
+        rows["steps by"] = ", ".join(f"{name} {n / total:.0%}" for name, n in steps_of.items())
     if ages := summary.get("staleness"):
-        rows.append(("staleness", _staleness(ages)))
+        rows["staleness"] = _staleness(ages)
     if twice := summary.get("steps_applied_twice"):
-        count = len(summary["repeated_ranges"])
-        ranges = f"{count} range{'s' * (count != 1)} of workers that died"
-        rows.append(("applied twice", f"{twice} steps, in {ranges}"))
-    if sizes := summary.get("ps_bytes"):
-        held = [f"{server} {size:,} bytes" for server, size in sizes.items()]
-        rows.append(("variables on", ", ".join(held)))
-    weights = f"sha256 {summary['weights_sha256'][:16]}"
-    return [*rows, ("weights", weights), ("run directory", run_dir)]
-
-
-def strategy_line(summary: Mapping[str, Any]) -> str:
-    """Return strategy and size of the job, such as ``ps, 4 workers, 1 parameter server``."""
-    workers, replicas = summary["workers"], summary["replicas"]
-    parts = [f"{workers} worker{'s' * (workers != 1)}"]
-    if summary.get("ps"):
-        parts.append(f"{summary['ps']} parameter server{'s' * (summary['ps'] != 1)}")
-    else:
-        parts.append(f"{replicas} replica{'s' * (replicas != 1)}")
-    return f"{summary['strategy']}, {', '.join(parts)}"
+        rows["applied twice"] = f"{twice} steps"
+    rows |= {"weights": f"sha256 {summary['weights_sha256'][:16]}", "run directory": run_dir}
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        if value:
+            print(f"  {name:<{width}}  {value}", flush=True)
 
 
 def _staleness(ages: Mapping[str, int]) -> str:
@@ -156,22 +135,6 @@ def _staleness(ages: Mapping[str, int]) -> str:
         name = str(age) if age < 2 else f"{low}-{2 * low - 1}"
         bins[name] = bins.get(name, 0) + count
     return ", ".join(f"{name}: {count / total:.0%}" for name, count in bins.items())
-
-
-def _metric_rows(metrics: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    rows = []
-    for name, value in sorted(metrics.items(), key=lambda item: item[0] != "loss"):
-        if name.startswith("val_") and name.removeprefix("val_") in metrics:
-            continue
-        text = _value(value)
-        if f"val_{name}" in metrics:
-            text = f"{text} training, {_value(metrics[f'val_{name}'])} validation"
-        rows.append((name.replace("_", " "), text))
-    return rows
-
-
-def _value(value: float | None) -> str:
-    return "not finite" if value is None else _number(value)
 
 
 # Files for TensorBoard: scalars, `train/loss` beside `validation/loss`.
