@@ -14,7 +14,6 @@ from tests.models import classifier
 from tests.refusals import refused
 from tfdist.errors import Stopped
 from tfdist.find.learning_rate import has_diverged, read, smoothed
-from tfdist.find.spec import decode_spec, encode_spec
 
 pytestmark = pytest.mark.slow
 
@@ -161,13 +160,6 @@ def test_a_child_that_runs_out_of_memory_leaves_this_process_alone(strategies, m
     monkeypatch.setattr(batch_size, "available_bytes", lambda: 100 << 20)  # less than TensorFlow
     with pytest.raises(tfdist.TfdistError, match="a batch of 1 does not fit into 90 MiB"):
         tfdist.find_batch_size(make(strategies[1]), X, Y, first=1)
-
-
-def test_specs_of_batches_travel_as_json():
-    import tensorflow as tf
-
-    spec = ({"a": tf.TensorSpec([None, 3], tf.float32)}, tf.TensorSpec([None], tf.int32), None)
-    assert decode_spec(encode_spec(spec)) == spec
 
 
 # The learning rate that the losses suggest.
