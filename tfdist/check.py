@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from tfdist.argument_parser import Parser, reading_file, run_program
-from tfdist.cluster import TaskConfig, decode, is_port_free, read_environment, settings
+from tfdist.cluster import TaskConfig, decode, is_port_free, read_environment
 from tfdist.cluster.address import is_loopback, parse_hosts, split_address
 from tfdist.cluster.placement import same_host
 from tfdist.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, named
@@ -92,10 +92,6 @@ def check_environment(environ: Mapping[str, str]) -> Findings:
     hosts = [host for host, _ in _addresses(config)]
     if len(hosts) > 1:
         yield from _check_proxies(environ, list(dict.fromkeys(hosts)))
-    if legacy := settings.legacy_keras(environ):
-        problem = f"{settings.LEGACY_KERAS}={legacy} makes tf.keras Keras 2, which tfdist refuses"
-        fix = f"unset {settings.LEGACY_KERAS}, or use only `import keras`"
-        yield Finding(subject="environment", problem=problem, fix=fix, is_error=False)
 
 
 def _addresses(config: TaskConfig) -> list[tuple[str, int]]:

@@ -672,15 +672,9 @@ def test_what_make_strategy_makes_and_refuses(program, expected):
     assert said_by(program)[0] == expected
 
 
-@pytest.mark.parametrize(
-    ("variables", "lines"),
-    [
-        ({"TF_USE_LEGACY_KERAS": "1"}, 1),
-        ({"TF_USE_LEGACY_KERAS": "1", "TFDIST_JOB": "of a launcher, which says it"}, 0),
-        ({"TF_USE_LEGACY_KERAS": "0"}, 0),
-    ],
-)
-def test_make_strategy_says_that_tf_keras_is_keras_2(variables, lines):
-    said, errors = said_by("ask(strategy='single')\nask(strategy='single')", **variables)
+@pytest.mark.parametrize(("value", "lines"), [("1", 1), ("0", 0)])
+def test_make_strategy_says_that_tf_keras_is_keras_2(value, lines):
+    program = "ask(strategy='single')\nask(strategy='single')"
+    said, errors = said_by(program, TF_USE_LEGACY_KERAS=value)
     assert said == ["made", "made"]
-    assert errors.count("TF_USE_LEGACY_KERAS=1: tf.keras is Keras 2") == lines
+    assert errors.count("TF_USE_LEGACY_KERAS: tf.keras is Keras 2") == lines

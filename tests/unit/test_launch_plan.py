@@ -411,12 +411,7 @@ SAID = {
         {"TF_CONFIG": "no JSON"},
     ],
     "TFDIST_STRATEGY, TFDIST_HOSTS: ignored, because the launcher reads only its flags": [UNUSED],
-    "tf.keras is Keras 2, whose models tfdist refuses. Fix: ": [
-        {"TF_USE_LEGACY_KERAS": "1"},
-        {"TF_USE_LEGACY_KERAS": "True"},
-    ],
     "": [
-        *({"TF_USE_LEGACY_KERAS": value} for value in ("0", "", "no")),
         *({}, {"TF_CONFIG": " "}, {"TFDIST_JOB": "x"}),
         told(SEVERAL, TFDIST_CLUSTER="none"),
     ],

@@ -28,9 +28,6 @@ from tfdist.options import (
     table,
 )
 
-LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
-"""Variable that makes tf.keras Keras 2 (package tf_keras). `import keras` remains Keras 3."""
-
 _OF_OPTIONS = {one.variable: one for one in table(JobSettings).values() if one.variable}
 NAMES = (*_OF_OPTIONS, *PLACE)
 
@@ -72,17 +69,6 @@ def _value(option: Option, value: str) -> Any:
         return {"int": int, "float": float}.get(option.type, str)(value)
     except ValueError:
         return value
-
-
-def legacy_keras(environ: Mapping[str, str]) -> str:
-    """Return a warning if tf.keras is Keras 2, which tfdist does not support, else ""."""
-    value = environ.get(LEGACY_KERAS, "")
-    if value not in ("1", "true", "True"):  # as TensorFlow reads it
-        return ""
-    return (
-        f"{LEGACY_KERAS}={value}: tf.keras is Keras 2, whose models tfdist refuses. "
-        "Fix: unset it, or make models only by `import keras`"
-    )
 
 
 def text(environ: Mapping[str, str], name: str) -> str:

@@ -102,8 +102,6 @@ def run_job(
     search = [_working_directory(), *sys.path]
     check_program(options.program)
     _check_tf_config(options.program, environ)
-    if line := settings.legacy_keras(environ):
-        _remark(line)
     unread = [n for n in settings.NAMES if n not in _READ and settings.text(environ, n)]
     if unread:
         _remark(f"{', '.join(unread)}: ignored, because the launcher reads only its flags")
