@@ -99,7 +99,7 @@ def run_job(
     Raises:
         UsageError: The options are invalid for this job. No task was started.
     """
-    search = [_working_directory(), *sys.path]
+    search = [os.getcwd(), *sys.path]
     check_program(options.program)
     _check_tf_config(options.program, environ)
     unread = [n for n in settings.NAMES if n not in _READ and settings.text(environ, n)]
@@ -214,18 +214,6 @@ def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
 
 def _remark(line: str) -> None:
     print(f"[launch] {line}", file=sys.stderr, flush=True)
-
-
-def _working_directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError as error:
-        raise UsageError(
-            "working directory",
-            f"the launcher cannot find it ({error.strerror})",
-            fix="change to an existing directory (cd)",
-            code="no-directory",
-        ) from None
 
 
 def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
@@ -459,7 +447,7 @@ class JobRun:
             has_servers=kind.has_servers,
             grace_s=options.grace_s,
             min_workers=options.min_workers,
-            membership=Membership(expected=len(_workers(tasks))) if kind.is_elastic else None,
+            membership=Membership(expected=options.workers) if kind.is_elastic else None,
             policy=self._policy,
             watchdog=watchdog,
             now_s=time.monotonic(),
@@ -538,10 +526,6 @@ class JobRun:
         write_json(self._report_file, content, durable=False, private=True)
 
 
-def _workers(tasks: Sequence[Task]) -> list[Task]:
-    return [task for task in tasks if task.type == "worker"]
-
-
 def _epoch_s() -> float:
     """Return the time of day at which the monotonic clock was 0."""
     return time.time() - time.monotonic()
@@ -549,5 +533,4 @@ def _epoch_s() -> float:
 
 def _counted(tasks: Sequence[Task]) -> str:
     counts = Counter(task.type for task in tasks)
-    plural = {"worker": "workers"}
-    return ", ".join(f"{n} {plural.get(t, t) if n > 1 else t}" for t, n in counts.items())
+    return ", ".join(f"{n} {t}{'s' * (t == 'worker' and n > 1)}" for t, n in counts.items())

@@ -386,16 +386,12 @@ class JobProcesses:
             self._owed.pop(event.task, None)  # its start has failed
             for fd in [fd for fd, (task, _) in self._pipes.items() if task == event.task]:
                 self._read_all(fd)
-            self._news.append(self._explained(event))
+            pid = self._pids.get(event.task)
+            if pid is not None and not event.cause and event.status == -signal.SIGKILL:
+                event = dataclasses.replace(event, cause=self._evidence.of_kill(pid))
+            self._news.append(event)
         if any(isinstance(event, Ended) for event in came):
             self._guard.forget_empty()
-
-    def _explained(self, ended: Ended) -> Ended:
-        """Return `ended` with the kernel's reason for a SIGKILL, if known."""
-        pid = self._pids.get(ended.task)
-        if pid is None or ended.cause or ended.status != -signal.SIGKILL:
-            return ended
-        return dataclasses.replace(ended, cause=self._evidence.of_kill(pid))
 
     def _on_notes(self) -> None:
         for _ in range(_MAX_READS):
@@ -410,13 +406,9 @@ class JobProcesses:
                 if isinstance(event, Raised | Beat) and event.task in self._running:
                     self._news.append(event)
                 if isinstance(event, Raised) and event.exit_code not in STOP_CODES:
-                    self._see_raised(event.task)
-
-    def _see_raised(self, task: Task) -> None:
-        """Hide a task's traceback if another task has raised: most tasks raise the same error."""
-        if self._raised - {task}:
-            self._screen.mute(task)
-        self._raised.add(task)
+                    if self._raised - {event.task}:  # most tasks raise the same error
+                        self._screen.mute(event.task)
+                    self._raised.add(event.task)
 
     def _read(self, fd: int) -> bool:
         """Pass a pipe's data to the task's output, and return whether there may be more."""
