@@ -27,7 +27,7 @@ from tfdist.report import __main__ as program
 from tfdist.report.page import PARTS, STYLE, render
 from tfdist.report.pieces import Series, chart
 from tfdist.report.run_records import TaskHistory, names_of, read_run
-from tfdist.report.sweep_section import read_sweep, runs_of_best
+from tfdist.report.sweep_section import read_sweep
 
 RUNS = Path(__file__).parent / "data" / "report"
 
@@ -159,20 +159,13 @@ def test_runs_side_by_side_show_what_differs_and_curves_over_each_other():
     assert {"#run-0", "#run-1"} <= {*page.links}
 
 
-def test_a_sweep_shows_all_trials_and_the_runs_that_are_there(tmp_path):
+def test_a_sweep_shows_all_trials_and_its_directory_of_trials_shows_the_runs(tmp_path):
     sweep = Path(shutil.copytree(RUNS / "sweep", tmp_path / "sweep"))
     shutil.copytree(RUNS / "multiworker", sweep / "trials" / "5")
-    (sweep / "trials" / "1").mkdir()
-    (sweep / "trials" / "1" / "report.json").write_text("{")
     assert program.main([str(sweep)]) == 0
-    page = Page((sweep / "report.html").read_text())
-    assert page.links.count("#run-0") == 2
-    state = read_sweep(sweep).state
-    state.trials["1"] = dataclasses.replace(state.trials["1"], run="5")  # which it continues
-    record = dataclasses.replace(read_sweep(sweep), state=state)
-    assert [run.name for run in runs_of_best(record, most=8)] == ["sweep, trial 5"]
-    for text in ("5 ★", "sweep, trial 5", "worker-1 at step 225, attempt 1"):
-        assert text in page.text
+    assert "5 ★" in Page((sweep / "report.html").read_text()).text
+    assert program.main([str(sweep / "trials")]) == 0
+    assert "worker-1 at step 225, attempt 1" in (sweep / "trials" / "report.html").read_text()
 
 
 def test_a_sweep_goes_on_while_its_chief_has_the_lock(tmp_path):

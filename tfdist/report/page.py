@@ -58,15 +58,16 @@ def render(
     title = " · ".join([names[0], *_origin(runs[0])]) if len(names) == 1 and runs else ""
     title = title or named(names, most=4)
     is_going = "running" in (*(s.status for s in sweeps), *(run.status for run in runs))
-    link_of = {run.path: f"#run-{index}" for index, run in enumerate(runs)}
     body = [
         _contents(runs, sweeps) if len(names) > 1 else "",
-        *(sweep_section(sweep, index, link_of) for index, sweep in enumerate(sweeps)),
+        *(sweep_section(sweep, index) for index, sweep in enumerate(sweeps)),
         _comparison(runs) if len(runs) > 1 else "",
         *(_run_section(run, i) for i, run in enumerate(runs)),
     ]
     scripts = (CROSSHAIR, FOLLOW) if is_followed else (CROSSHAIR,)
-    policy = _POLICY.format(" ".join(map(_hash, scripts))) + _MORE_TO_FOLLOW * is_followed
+    digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
+    policy = _POLICY.format(" ".join(f"'sha256-{digest}'" for digest in digests))
+    policy += _MORE_TO_FOLLOW * is_followed
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -78,14 +79,7 @@ def render(
     )
 
 
-def _hash(script: str) -> str:
-    """Return the source of a Content-Security-Policy that allows one inline script."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
 def _origin(run: RunRecord) -> list[str]:
-    """Return strategy, command and start of a run, without unknown ones."""
     begin = clock(run.begin) if run.begin else ""
     return [part for part in (run.strategy, str(run.job.get("command") or ""), begin) if part]
 
@@ -135,17 +129,16 @@ def _overview(runs: Sequence[RunRecord]) -> str:
 
 
 def _config_differences(runs: Sequence[RunRecord]) -> str:
-    configs = [flat(run.config) | _command(run) for run in runs]
+    configs = [
+        {**flat(run.config), "program": " ".join(run.job.get("program", [])), **flags}
+        for run in runs
+        for flags in [run.job.get("flags", {})]
+    ]
     keys = dict.fromkeys(key for config in configs for key in config)
     different = [k for k in keys if len({json.dumps(c.get(k)) for c in configs}) > 1][:MAX_ROWS]
     rows = [[code(key), *(code(config.get(key)) for config in configs)] for key in different]
     head = ["field", *(escape(run.name) for run in runs)]
     return card(f"<h3>Fields that differ</h3>{table(head, rows)}", "wide") if rows else ""
-
-
-def _command(run: RunRecord) -> dict[str, object]:
-    """Return the program's arguments and the launcher's flags that identify a run's command."""
-    return {"program": " ".join(run.job.get("program", [])), **run.job.get("flags", {})}
 
 
 # Section of a run.
@@ -386,7 +379,12 @@ def _timeline(run: RunRecord, legend: str) -> str:
     def place(moment: float) -> float:
         return shown.at(run.active_s(moment))
 
-    rows = _scale(shown.high)
+    # More labels would overlap on a phone.
+    labels = "".join(
+        f'<span style="left:{100 * part:g}%">{duration(part * shown.high)}</span>'
+        for part in (0.0, 0.5, 1.0)
+    )
+    rows = f'<span></span><div class="scale">{labels}</div>'
     for attempt in run.attempts[-MAX_ROWS:]:
         rows += _head(attempt)
         rows += "".join(_row(attempt, span, place, max(ends)) for span in attempt.tasks[:MAX_ROWS])
@@ -399,15 +397,6 @@ def _timeline(run: RunRecord, legend: str) -> str:
     note = f'<p class="note">From {clock(run.begin)} to {clock(max(ends))}.'
     note += f" Gaps between attempts are left out: {gaps}.</p>" if gaps else "</p>"
     return card(f'{legend}<div class="rows">{rows}</div>{note}')
-
-
-def _scale(seconds: float) -> str:
-    """Return the labels at begin, middle and end. More labels would overlap on a phone."""
-    labels = "".join(
-        f'<span style="left:{100 * part:g}%">{duration(part * seconds)}</span>'
-        for part in (0.0, 0.5, 1.0)
-    )
-    return f'<span></span><div class="scale">{labels}</div>'
 
 
 def _head(attempt: AttemptRecord) -> str:

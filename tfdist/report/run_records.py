@@ -221,7 +221,6 @@ def job_in(run_dir: str | None) -> Path:
 
 
 def _written_at(path: Path, files: Sequence[str]) -> float:
-    """Return the time of the last write to one of a run's files, 0 without such a file."""
     times = [0.0]
     for name in files:
         with contextlib.suppress(OSError):
@@ -275,7 +274,10 @@ def _read(path: Path) -> RunRecord:
     is_reported = any(attempt.number == live.get("attempt") for attempt in attempts)
     if live and not is_reported and (is_going or live.get("state") != "ended"):
         attempts.append(_unfinished(live, path, is_going=is_going))
-    is_done = summary.get("status") == DONE and not is_going and _is_later(summary, attempts)
+    known = [at for attempt in attempts for at in (attempt.begin, attempt.end) if at is not None]
+    ended_at = moment(summary.get("ended_at"))
+    is_newer = ended_at is not None and ended_at > max(known, default=0.0)
+    is_done = summary.get("status") == DONE and not is_going and is_newer
     return RunRecord(
         path=path,
         name=path.resolve().name,
@@ -288,13 +290,6 @@ def _read(path: Path) -> RunRecord:
         attempts=tuple(attempts),
         live=live if is_going else {},
     )
-
-
-def _is_later(summary: Mapping[str, Any], attempts: Sequence[AttemptRecord]) -> bool:
-    """Return whether the summary is newer than the launcher's last attempt."""
-    ended_at = moment(summary.get("ended_at"))
-    known = [at for attempt in attempts for at in (attempt.begin, attempt.end) if at is not None]
-    return ended_at is not None and ended_at > max(known, default=0.0)
 
 
 def _status(report: Mapping[str, Any], summary: Mapping[str, Any], *, is_going: bool) -> str:
@@ -366,7 +361,6 @@ def _failures(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _history(path: Path, number: int) -> tuple[float | None, dict[str, TaskHistory]]:
-    """Return the start time of an attempt and the history of its tasks."""
     told = read_json(path / "logs" / f"attempt-{number}" / HISTORY_FILE)
     if told is None:
         return None, {}
