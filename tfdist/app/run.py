@@ -183,7 +183,6 @@ def _fit(
 
 
 def _stopping(config: Any) -> keras.callbacks.EarlyStopping | Evaluator | None:
-    """Return the callback for early stopping: on the chief's validation, or the evaluator's."""
     patience, job = config.early_stopping_patience, current_job()
     if job is not None and job.has_evaluator:
         return Evaluator("val_loss", patience=patience or None)
@@ -261,7 +260,6 @@ def _run_dir(config: Any, task: TaskConfig | None, *, now: datetime) -> str:
 
 
 def _seed(config: Any, directory: RunDirectory, *, overwrite: bool) -> int:
-    """Return the seed of the configuration, of the resumed run, or a random seed."""
     if config.seed is not None:
         return int(config.seed)
     recorded = None if overwrite else directory.read_config()

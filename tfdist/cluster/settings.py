@@ -103,7 +103,6 @@ def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int =
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Raise UsageError for a misspelt ``TFDIST_*`` variable, which would be ignored."""
     for name in environ:
         if not name.startswith("TFDIST_") or name in NAMES or name == LAUNCHED:
             continue

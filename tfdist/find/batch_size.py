@@ -227,7 +227,6 @@ def _trial(size: int, status: int, cause: str, answer: str, output: str) -> Batc
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process without a cluster."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_CLUSTER)}
     kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     kept[CLUSTER] = "none"

@@ -46,7 +46,6 @@ def command_of(options: LaunchOptions) -> dict[str, Any]:
 
 
 def _changed(options: LaunchOptions) -> dict[str, Any]:
-    """Return the flags whose values are not the defaults."""
     values = {name: getattr(options, name) for name in names_of(LaunchFlags)}
     return {n: value for n, value in values.items() if value != table(LaunchFlags)[n].default}
 
@@ -147,7 +146,6 @@ def closing_lines(run_dir: Path, *, exit_code: int, seconds: float, resume: str)
 
 
 def _metric_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line with the last metrics and the lowest loss, if there are any."""
     if not lines:
         return []
     last = [

@@ -181,7 +181,6 @@ class _Server:
         return False
 
     def _leave(self) -> None:
-        """Release the server's resources in a forked process."""
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -225,7 +225,6 @@ def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> Launch
 
 
 def _show(job: JobDescription) -> int:
-    """Print the tasks of a job on this machine, with ports to start them by hand."""
     with PortPool(job.num_local_addresses, among=job.ports) as pool:
         addresses = [port.address for port in pool.renewed()]
     specs = job.specs(job.local_attempt(addresses, number=next_attempt(job.run_dir)))
@@ -235,7 +234,6 @@ def _show(job: JobDescription) -> int:
 
 
 def _run(job: JobDescription) -> int:
-    """Run a job on this machine and return its exit code."""
     network = ""
     if job.options.isolate:
         network = isolate(job.environ)
@@ -439,7 +437,7 @@ class JobRun:
             has_servers=kind.has_servers,
             chief=tasks[0],
             state_of=self._processes.state_of,
-            is_held_up=lambda: self._processes.is_held_up,
+            is_held_up=lambda: self._screen.out.is_full,
         )
         state = JobState(
             job_tasks=tasks,

@@ -486,11 +486,6 @@ class LocalProcesses(JobProcesses):
     def can_start(self, task: Task) -> bool:
         return True
 
-    @property
-    def is_held_up(self) -> bool:
-        """Return whether tasks wait because the launcher's output is blocked."""
-        return self._screen.out.is_full
-
 
 def _send(pid: int, signum: int) -> None:
     """Signal a task's process but not its children, which it may need until it has saved."""

@@ -165,7 +165,6 @@ def _pickled(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bytes
 
 
 def _answers(folder: Path) -> list[dict[str, Any]]:
-    """Return the tasks' answers: the last answer of each task in each attempt."""
     return [
         pickle.loads(path.read_bytes())
         for path in sorted((folder / _ANSWERS).iterdir())
@@ -179,7 +178,6 @@ def _failed(
     answers: Sequence[Mapping[str, Any]],
     lines: Sequence[str],
 ) -> JobFailed:
-    """Return the error for a failed job, from its report and its tasks' answers."""
     if failure is None:  # the launcher rejected the job, or a signal stopped it
         said = lines[-1].removeprefix("[launch] ") if lines else "no output"
         return JobFailed(f"the job failed with exit code {code}: {said}", exit_code=code)

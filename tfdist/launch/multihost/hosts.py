@@ -181,7 +181,6 @@ def terms(environ: Mapping[str, str], *, program: Program, program_file: str) ->
 
 
 def _config_files(args: Sequence[str]) -> list[str]:
-    """Return the config files in a program's arguments, ``--config=F`` or ``--config F``."""
     following = itertools.zip_longest(args, args[1:], fillvalue="")
     return [
         (text if equals else after).partition(":")[0]
@@ -208,7 +207,6 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
 
 
 def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
-    """Return the number of tasks for each host of a scheduler."""
     kind = options.kind
     require(
         not kind.is_one_process,
