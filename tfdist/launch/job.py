@@ -42,7 +42,7 @@ from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
 from tfdist.launch.machine import this_machine
 from tfdist.launch.membership import Membership
 from tfdist.launch.multihost.agents import Hub, PipeAgent, shell_of
-from tfdist.launch.multihost.host_agreement import passed_variables
+from tfdist.launch.multihost.host_agreement import passed_variables, versions_of_hosts
 from tfdist.launch.multihost.hosts import (
     Group,
     HostPart,
@@ -78,8 +78,6 @@ from tfdist.launch.run_dir import (
     earlier_attempts,
     next_attempt,
     not_writable,
-    restart_seconds,
-    versions_of_job,
 )
 from tfdist.launch.screen import JobScreen, standard_screen
 from tfdist.launch.state import JobState, RestartPolicy
@@ -411,19 +409,14 @@ class JobRun:
             return code
 
     def _run_from(self, logs: Path) -> int:
-        before: JobState | None = None
         restarts = 0
-        while True:
-            attempt = self._run_attempt(logs, restarts=restarts)
-            if before is not None:
-                self._entries[-2]["restart_s"] = restart_seconds(before, attempt)
-            following = self._following(attempt)
-            if isinstance(following, int):
-                self._write(following)
-                return following
+        attempt = self._run_attempt(logs, restarts=restarts)
+        while isinstance(following := self._following(attempt), Path):
             self._write(None)
-            logs, before = following, attempt
             restarts += 1
+            attempt = self._run_attempt(following, restarts=restarts)
+        self._write(following)
+        return following
 
     def _run_attempt(self, logs: Path, *, restarts: int) -> JobState:
         """Run one attempt, add its entry to the report, and return its final state."""
@@ -508,7 +501,8 @@ class JobRun:
         return exit_code
 
     def _write(self, exit_code: int | None) -> None:
-        self._description.setdefault("versions", versions_of_job())
+        if "versions" not in self._description:  # slow, so not at the start
+            self._description["versions"] = versions_of_hosts()
         try:
             self._write_report(exit_code)
         except OSError as error:

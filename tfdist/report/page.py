@@ -403,8 +403,6 @@ def _head(attempt: AttemptRecord) -> str:
     facts = []
     if attempt.first_step_s is not None:
         facts.append(f"first step after {duration(attempt.first_step_s)}")
-    if attempt.restart_s is not None:
-        facts.append(f"restarted in {duration(attempt.restart_s)} after the failure")
     facts.append("runs" if attempt.exit_code is None else f"exit code {attempt.exit_code}")
     return f'<div class="head">Attempt {attempt.number} <span>{", ".join(facts)}</span></div>'
 

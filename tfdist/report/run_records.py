@@ -71,7 +71,6 @@ class AttemptRecord:
     end: float | None
     tasks: tuple[TaskSpan, ...]
     first_step_s: float | None = None
-    restart_s: float | None = None
     failures: Sequence[Mapping[str, Any]] = ()
     """Failures in the launcher's report. ``followed`` says how the job continued."""
     history: Mapping[str, TaskHistory]
@@ -323,7 +322,6 @@ def _attempt(entry: Mapping[str, Any], path: Path) -> AttemptRecord:
         begin=min(begins, default=None),
         end=max((span.end for span in spans if span.end is not None), default=None),
         first_step_s=entry.get("first_step_s"),
-        restart_s=entry.get("restart_s"),
         tasks=spans,
         failures=failures,
         history=history,

@@ -172,8 +172,10 @@ def decided_group(
 
 def terms(environ: Mapping[str, str], *, program: Program, program_file: str) -> dict[str, str]:
     """Return this host's versions, digests and variables that must be equal on all hosts."""
+    versions = host_agreement.versions_of_hosts()
     return {
-        **host_agreement.versions(),
+        **versions,
+        "Python": versions["Python"].rpartition(".")[0],
         f"the hash of {program.name}": host_agreement.digest(program_file),
         **{f"the hash of {p}": host_agreement.digest(p) for p in _config_files(program.args)},
         **host_agreement.variables(environ),
