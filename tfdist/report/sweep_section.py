@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from tfdist.errors import require
 from tfdist.files import is_held
 from tfdist.outputs.sweep_journal import JOURNAL, LOCK, SweepState, fold, read
 from tfdist.report.pieces import (
@@ -45,16 +44,9 @@ def is_sweep(path: Path) -> bool:
 
 
 def read_sweep(path: Path) -> SweepRecord:
-    """Return the sweep of a directory, or raise UsageError if it is damaged or has no trials."""
+    """Return the sweep of a directory, or raise UsageError if it is damaged."""
     with reading(path):
         state = fold(read(path / JOURNAL))
-    require(
-        state.trials,
-        str(path / JOURNAL),
-        "no trial of the sweep has started",
-        fix="wait for the first trial, or pass another directory",
-        code="not-a-sweep",
-    )
     status = "finished"
     if is_held(path / LOCK):
         status = "running"
