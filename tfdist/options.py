@@ -287,8 +287,6 @@ class JobOptions(_Shape):
     )
     control: str | None = option(None)
     """Name of the launcher's socket for the members of an elastic job."""
-    terminal: bool = option(False)
-    """True if the task's output is shown on a terminal, which allows rewriting a line."""
 
     def __post_init__(self) -> None:
         check(self, "tfdist.{0.name}", code="TFC019")

@@ -647,8 +647,9 @@ ask(elastic=True, min_workers=1, communication_options=options)
         assert f"make_strategy: {name} has no effect under strategy elastic" in errors
 
 
-def test_make_strategy_says_that_tf_keras_is_keras_2():
+@pytest.mark.parametrize(("value", "lines"), [("1", 1), ("0", 0)])
+def test_make_strategy_says_that_tf_keras_is_keras_2(value, lines):
     program = "ask(strategy='single')\nask(strategy='single')"
-    said, errors = said_by(program, TF_USE_LEGACY_KERAS="1")
+    said, errors = said_by(program, TF_USE_LEGACY_KERAS=value)
     assert said == ["made", "made"]
-    assert errors.count("TF_USE_LEGACY_KERAS=1: tf.keras is Keras 2") == 1
+    assert errors.count("TF_USE_LEGACY_KERAS: tf.keras is Keras 2") == lines

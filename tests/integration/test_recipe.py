@@ -120,19 +120,6 @@ def test_image_sets_are_loaded_augmented_and_normalised(name, tmp_path):
     assert not np.array_equal(first, second)
 
 
-@pytest.mark.parametrize(
-    ("changes", "code"),
-    [
-        ({"dataset": "mnist", "augmentation.std": (1.0, 2.0)}, "channels-differ"),
-        ({"dataset": "iris", "validation_split": ""}, "not-images"),
-    ],
-)
-def test_data_that_do_not_fit_are_refused(changes, code, tmp_path):
-    config = config_with(data_dir=str(tmp_path), **changes)
-    with tfds.testing.mock_data(num_examples=4):
-        assert refusal(lambda: recipe.load_datasets(config)).code == code
-
-
 def test_the_configuration_knows_the_models_and_another_is_refused():
     field = FIELDS["model"]
     assert field.choices == tuple(MODELS)

@@ -180,22 +180,16 @@ def test_much_output_arrives_whole_and_in_order(launch):
     assert lines == [f"[worker-0] line {i}" for i in range(100_000)]
 
 
-def test_a_terminal_gets_colours_and_the_chiefs_progress(launch):
+def test_a_terminal_gets_colours(launch):
     source = r"""
     import os
-    os.write(1, b"10%\r")
-    os.write(1, b"20%\r")
-    os.open("fifo", os.O_RDONLY)
+    os.write(1, b"10%\r20%\r")
     os.write(1, b"done\n")
     """
-    os.mkfifo("fifo")
     job = launch(source, "--workers=2", stdout=pty.openpty(), env={"TERM": "xterm"})
-    job.read_until(r"\x1b\[\d+m\[worker-0\]\x1b\[0m 20%")
-    fifo = os.open("fifo", os.O_WRONLY)
     assert job.end() == 0
-    os.close(fifo)
-    assert not re.search(r"\[worker-1\]\x1b\[0m [12]0%", job.text)
-    assert len(re.findall(r"\[worker-[01]\]\x1b\[0m done\r\n", job.text)) == 2
+    lines = re.findall(r"\x1b\[\d+m\[worker-[01]\]\x1b\[0m (.*)\r\n", job.text)
+    assert lines == ["done", "done"]
 
 
 # the end of a job

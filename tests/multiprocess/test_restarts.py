@@ -82,8 +82,7 @@ def test_a_job_whose_task_was_killed_is_started_again_as_a_group(launch, command
     assert report("run")["exit_code"] == 0
     for entry in failed:
         assert entry["detect_s"] < 0.5
-        assert entry["detect_s"] < entry["restart_s"] < 3
-    assert [done[name] for name in ("first_failure", "restart_s", "first_step_s")] == [None] * 3
+    assert [done[name] for name in ("first_failure", "first_step_s")] == [None] * 2
     # One fork server serves every attempt.
     logs = [path.parent.name for path in Path("run").rglob("fork-server.log")]
     assert (len(servers), logs) == ((1, ["attempt-1"]) if command == FORK else (0, []))
@@ -145,4 +144,3 @@ def test_a_worker_of_a_ps_job_is_started_again_alone(launch, command):
     (restart,) = entry["restarts"]
     assert restart["task"] == "worker-1"
     assert restart["detect_s"] < 0.5
-    assert 0 < restart["restart_s"] < 2

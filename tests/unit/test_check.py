@@ -36,7 +36,6 @@ def texts(findings):
         ({"TFDIST_HOSTS": "a,b", "TFDIST_NODE_RANK": "2"}, "TFDIST_NODE_RANK"),
         ({"TF_CONFIG": GOOD, "http_proxy": "http://p:1"}, "http_proxy is set, so gRPC"),
         ({"TF_CONFIG": GOOD, "http_proxy": "http://p:1", "no_proxy": "127.0.0.1"}, None),
-        ({"TF_CONFIG": GOOD, "TF_USE_LEGACY_KERAS": "1"}, "warning  environment: TF_USE_LEGACY"),
     ],
 )
 def test_an_environment_is_read_as_a_task_reads_it(environ, says):

@@ -23,7 +23,7 @@ from tfdist.launch.plan import JobDescription, decided_kind, render, start_metho
 from tfdist.launch.run_dir import RunDir, chosen_run_dir, description_of_job
 
 
-def planned(line, *, cpus=2, gpus=(), environ=None, machine=None, is_terminal=False):
+def planned(line, *, cpus=2, gpus=(), environ=None, machine=None):
     """Returns {task name: process} for a command line."""
     options = parse([*line.split(), "train.py"])
     machine = machine or Machine(cpus=cpus, gpus=tuple(gpus))
@@ -35,7 +35,6 @@ def planned(line, *, cpus=2, gpus=(), environ=None, machine=None, is_terminal=Fa
         environ=environ or {"PATH": "/bin"},
         python="/usr/bin/python",
         run_dir=Path("/runs/a b"),
-        is_terminal=is_terminal,
     )
     addresses = [f"127.0.0.1:{5000 + number}" for number in range(job.num_local_addresses)]
     specs = job.specs(job.local_attempt(addresses, number=3))
@@ -85,10 +84,9 @@ def test_the_numbers_asked_for_decide_on_the_strategy_and_tasks_start_with_the_c
     assert list(planned(line, machine=machine)) == tasks.split()
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_each_task_is_told_its_own_part_of_one_cluster_and_what_was_asked_for(is_terminal):
+def test_each_task_is_told_its_own_part_of_one_cluster_and_what_was_asked_for():
     line = "--ps 1 --workers 2 --threads_per_task 3 --startup_timeout_s 7"
-    specs = planned(f"{line} --split_bytes 4096", is_terminal=is_terminal)
+    specs = planned(f"{line} --split_bytes 4096")
     configs = {name: decode(spec.env["TF_CONFIG"]) for name, spec in specs.items()}
     assert [str(config.task) for config in configs.values()] == list(specs)
     assert len({config.cluster for config in configs.values()}) == 1
@@ -96,7 +94,6 @@ def test_each_task_is_told_its_own_part_of_one_cluster_and_what_was_asked_for(is
     assert (options.strategy, options.run_dir, options.attempt) == ("ps", "/runs/a b", 3)
     assert (options.startup_timeout_s, options.threads_per_task) == (7, 3)
     assert options.split_bytes == 4096
-    assert options.terminal is is_terminal
 
 
 def test_the_evaluator_is_outside_the_training_and_takes_a_share_of_the_cpus_but_no_gpu():
@@ -414,12 +411,7 @@ SAID = {
         {"TF_CONFIG": "no JSON"},
     ],
     "TFDIST_STRATEGY, TFDIST_HOSTS: ignored, because the launcher reads only its flags": [UNUSED],
-    "tf.keras is Keras 2, whose models tfdist refuses. Fix: ": [
-        {"TF_USE_LEGACY_KERAS": "1"},
-        {"TF_USE_LEGACY_KERAS": "True"},
-    ],
     "": [
-        *({"TF_USE_LEGACY_KERAS": value} for value in ("0", "", "no")),
         *({}, {"TF_CONFIG": " "}, {"TFDIST_JOB": "x"}),
         told(SEVERAL, TFDIST_CLUSTER="none"),
     ],

@@ -123,7 +123,6 @@ def configs(draw):
         startup_timeout_s=draw(st.floats(0, 1e9, exclude_min=True)),
         run_dir=draw(st.none() | st.text(min_size=1).filter(lambda s: s.strip() and "\0" not in s)),
         attempt=draw(st.integers(1, 2**31 - 1)),
-        terminal=draw(st.booleans()),
         **{name: draw(st.none() | st.integers(1, 2**31 - 1)) for name in counts},
     )
     return draw(st.sampled_from(list(job_configs(cluster, options=options))))
@@ -256,7 +255,7 @@ def test_what_is_no_task_of_a_job_is_refused(text, code):
     [
         *(("startup_timeout_s", value) for value in (0, -1.5, True, float("nan"), 10**400)),
         *(("attempt", None), ("attempt", 1.0), ("devices_per_worker", 0)),
-        *(("devices_per_worker", "2"), ("threads_per_task", True), ("terminal", 1)),
+        *(("devices_per_worker", "2"), ("threads_per_task", True), ("evaluator", 1)),
         *(("run_dir", ""), ("run_dir", 3)),
         *(("strategy", value) for value in ("Mirrored", None, ["ps"])),
     ],

@@ -13,7 +13,7 @@ from keras import layers
 from tfdist.data import tfds
 from tfdist.data.augment import Compose, Normalization, RandomCrop, RandomFlip, for_evaluation
 from tfdist.data.source import Source
-from tfdist.errors import UsageError, require_one_of
+from tfdist.errors import require_one_of
 from tfdist.training.epochs import EpochPlan, VirtualEpochs
 
 
@@ -31,7 +31,7 @@ def load_datasets(config: Any) -> Datasets:
     """Return the data of a run. Every task that reads data calls it.
 
     Raises:
-      UsageError: The dataset or split does not exist, or its examples are not (image, label).
+      UsageError: The dataset or split does not exist.
     """
     data_dir = config.data_dir or None
     builder = tfds.prepare(config.dataset, data_dir=data_dir)
@@ -39,8 +39,6 @@ def load_datasets(config: Any) -> Datasets:
     training = tfds.from_tfds(
         config.dataset, config.train_split, data_dir=data_dir, transform=transform
     )
-    image_shape = _image_shape(training, dataset=config.dataset)
-    _require_channels(config, image_shape[2])
     validation = None
     if config.validation_split:
         validation = tfds.from_tfds(
@@ -52,8 +50,8 @@ def load_datasets(config: Any) -> Datasets:
     return Datasets(
         training=training,
         validation=validation,
-        image_shape=image_shape,
-        num_classes=_num_classes(builder, dataset=config.dataset),
+        image_shape=tuple(training.element_spec[0].shape.as_list()),
+        num_classes=builder.info.features[builder.info.supervised_keys[1]].num_classes,
     )
 
 
@@ -131,45 +129,6 @@ def compiled_model(config: Any, datasets: Datasets, *, total_steps: int) -> kera
         metrics=["accuracy"],
     )
     return model
-
-
-def _image_shape(source: Source, *, dataset: str) -> tuple[int, int, int]:
-    spec = source.element_spec
-    image = spec[0] if isinstance(spec, tuple) and len(spec) == 2 else None
-    shape = getattr(image, "shape", None)
-    if shape is None or shape.rank != 3 or None in shape.as_list():
-        raise _not_images(dataset, f"its examples are {spec}, not images of one size and a class")
-    height, width, channels = shape.as_list()
-    return height, width, channels
-
-
-def _num_classes(builder: Any, *, dataset: str) -> int:
-    keys = builder.info.supervised_keys
-    classes = getattr(builder.info.features[keys[1]], "num_classes", None)
-    if classes is None:
-        raise _not_images(dataset, f"its label {keys[1]!r} is not a class")
-    return int(classes)
-
-
-def _not_images(dataset: str, problem: str) -> UsageError:
-    return UsageError(
-        f"config.dataset {dataset!r}",
-        problem,
-        fix="train other data with tfdist.fit in your own program",
-        code="not-images",
-    )
-
-
-def _require_channels(config: Any, channels: int) -> None:
-    for name in ("mean", "std"):
-        values = config.augmentation[name]
-        if len(values) not in (1, channels):
-            raise UsageError(
-                f"config.augmentation.{name}",
-                f"{len(values)} numbers do not fit the {channels} channels of {config.dataset}",
-                fix="set a number for all channels, or a number for each channel",
-                code="channels-differ",
-            )
 
 
 # Models that a configuration can name. Each returns logits ``[batch, classes]``.

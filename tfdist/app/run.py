@@ -116,9 +116,7 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     keras.config.set_dtype_policy(config.precision)
     keras.utils.set_random_seed(seed)
     plan = recipe.plan_of(config)
-    job = current_job()
-    in_place = bool(job and job.config and job.config.options.terminal)
-    display = ProgressDisplay(total_steps=plan.total_steps, in_place=in_place)
+    display = ProgressDisplay(total_steps=plan.total_steps)
     reporter = RunReporter(directory, plan, display=display, objective_file=config.objective_file)
     try:
         datasets = recipe.load_datasets(config)
@@ -189,7 +187,6 @@ def _fit(
 
 
 def _stopping(config: Any) -> keras.callbacks.EarlyStopping | Evaluator | None:
-    """Return the callback for early stopping: on the chief's validation, or the evaluator's."""
     patience, job = config.early_stopping_patience, current_job()
     if job is not None and job.has_evaluator:
         return Evaluator("val_loss", patience=patience or None)
@@ -269,7 +266,6 @@ def _run_dir(config: Any, task: TaskConfig | None, *, now: datetime) -> str:
 
 
 def _seed(config: Any, directory: RunDirectory, *, overwrite: bool) -> int:
-    """Return the seed of the configuration, of the resumed run, or a random seed."""
     if config.seed is not None:
         return int(config.seed)
     recorded = None if overwrite else directory.read_config()

@@ -287,7 +287,6 @@ def from_kubernetes(environ: Mapping[str, str], job_settings: JobSettings) -> Ta
 
 
 def _rank_of_pod(environ: Mapping[str, str], pods: Sequence[str]) -> int:
-    """Return the index of this pod in the list."""
     name = text(environ, "HOSTNAME")
     if not name:
         problem = "the variable with the pod's name is not set"
@@ -393,7 +392,6 @@ Reader = Callable[[Mapping[str, str], JobSettings], TaskConfig | None]
 
 
 def _read_tf_config(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return the config in TF_CONFIG, completed by ``TFDIST_*`` variables."""
     config = tf_config.from_environ(environ)
     return None if config is None else _with_settings(config, job_settings)
 

@@ -28,9 +28,6 @@ from tfdist.options import (
     table,
 )
 
-LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
-"""Variable that makes tf.keras Keras 2 (package tf_keras). `import keras` remains Keras 3."""
-
 _OF_OPTIONS = {one.variable: one for one in table(JobSettings).values() if one.variable}
 NAMES = (*_OF_OPTIONS, *PLACE)
 
@@ -74,17 +71,6 @@ def _value(option: Option, value: str) -> Any:
         return value
 
 
-def legacy_keras(environ: Mapping[str, str]) -> str:
-    """Return a warning if tf.keras is Keras 2, which tfdist does not support, else ""."""
-    value = environ.get(LEGACY_KERAS, "")
-    if value not in ("1", "true", "True"):  # as TensorFlow reads it
-        return ""
-    return (
-        f"{LEGACY_KERAS}={value}: tf.keras is Keras 2, whose models tfdist refuses. "
-        "Fix: unset it, or make models only by `import keras`"
-    )
-
-
 def text(environ: Mapping[str, str], name: str) -> str:
     """Return the stripped value of a variable, "" if it is not set."""
     return environ.get(name, "").strip()
@@ -117,7 +103,6 @@ def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int =
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
-    """Raise UsageError for a misspelt ``TFDIST_*`` variable, which would be ignored."""
     for name in environ:
         if not name.startswith("TFDIST_") or name in NAMES or name == LAUNCHED:
             continue

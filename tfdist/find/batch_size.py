@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -167,12 +168,11 @@ def try_out(request: Mapping[str, Any], limits: Limits, *, timeout_s: float) -> 
             stdout=answer,
             stderr=output,
             env=_environment(os.environ),
-            text=True,
         )
         try:
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError), child.stdin:
-                child.stdin.write(json.dumps({**request, **more}))
+                child.stdin.write(pickle.dumps({**request, **more}))
             cause = _watch(child, limit_bytes, timeout_s=timeout_s)
         finally:
             child.kill()
@@ -185,7 +185,7 @@ def try_out(request: Mapping[str, Any], limits: Limits, *, timeout_s: float) -> 
     return trial
 
 
-def _watch(child: subprocess.Popen[str], limit_bytes: int, *, timeout_s: float) -> str:
+def _watch(child: subprocess.Popen[bytes], limit_bytes: int, *, timeout_s: float) -> str:
     """Wait for the child's exit and return the cause if it exceeds its memory limit."""
     process, deadline_s = psutil.Process(child.pid), time.monotonic() + timeout_s
     while True:
@@ -227,7 +227,6 @@ def _trial(size: int, status: int, cause: str, answer: str, output: str) -> Batc
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process without a cluster."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_CLUSTER)}
     kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     kept[CLUSTER] = "none"
@@ -321,12 +320,12 @@ def request_of(model: Any, x: Any, y: Any, path: Path) -> dict[str, Any]:
     import keras
 
     from tfdist.checkpoint.publish import saveable
-    from tfdist.find.spec import encode_spec, spec_of
+    from tfdist.find.spec import spec_of
 
     with saveable(model, where="find_batch_size", fix=_REGISTER):
         model.save(path)
     policy = keras.config.dtype_policy().name
-    return {"model": str(path), "spec": encode_spec(spec_of(x, y)), "dtype_policy": policy}
+    return {"model": str(path), "spec": spec_of(x, y), "dtype_policy": policy}
 
 
 # Free memory for a new process: in its control groups, on the machine, on its GPUs.
@@ -350,18 +349,18 @@ def gpu_bytes() -> tuple[int, ...]:
 
 # The child process: trains a few steps with one batch size and reports its memory and speed.
 #
-# ``python -m tfdist.find.batch_size`` reads one JSON object from its standard input and writes one
-# to its standard output. The data are zeros in the shape of the real data. No pickle is read: the
-# model is a ``.keras`` file, read in Keras' safe mode.
+# ``python -m tfdist.find.batch_size`` reads a pickled request from its parent's pipe, its standard
+# input, and writes a JSON object to its standard output. The data are zeros in the shape of the
+# real data. The model is a ``.keras`` file, read in Keras' safe mode.
 
 _OUT_OF_MEMORY = re.compile(r"ResourceExhausted|\bOOM\b|bad_alloc|out of memory|MemoryError")
 
 
 def main() -> int:
     """Run a trial, write its answer and return 0."""
-    request = json.load(sys.stdin)
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep the program's output out of the answer
+    request = pickle.load(sys.stdin.buffer)
     die_with(int(request["parent"]))
     with contextlib.suppress(OSError):  # /proc may be read-only in a container
         Path("/proc/self/oom_score_adj").write_text("1000")  # killed first if memory runs out
@@ -409,11 +408,11 @@ def _train(request: dict[str, Any]) -> tuple[float, float]:
     """
     import keras
 
-    from tfdist.find.spec import decode_spec, zeros
+    from tfdist.find.spec import zeros
     from tfdist.training.fitting import fit
 
     keras.config.set_dtype_policy(request["dtype_policy"])
-    model, spec = keras.models.load_model(request["model"]), decode_spec(request["spec"])
+    model = keras.models.load_model(request["model"])
     batch_size, steps = int(request["batch_size"]), int(request["steps"])
     began, took = list[float](), list[float]()
 
@@ -424,7 +423,7 @@ def _train(request: dict[str, Any]) -> tuple[float, float]:
             took[:] = epoch, now[0] - began[0], now[1] - began[1]
             self.model.stop_training = bool(epoch) and took[1] >= request["least_s"]
 
-    x, y, weight = zeros(spec, batch_size)
+    x, y, weight = zeros(request["spec"], batch_size)
     fit(
         model,
         x,

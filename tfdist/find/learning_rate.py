@@ -18,7 +18,7 @@ import numpy as np
 
 from tfdist import phases
 from tfdist.checkpoint import model_state
-from tfdist.errors import PeerLost, Stopped, UsageError, require, require_int, require_number
+from tfdist.errors import PeerLost, Stopped, require, require_int, require_number
 from tfdist.outputs.display import empty_panels
 from tfdist.strategy import Job
 from tfdist.training import building, inputs
@@ -61,8 +61,8 @@ def find_learning_rate(  # noqa: D417, PLR0913
       seed: Seed of the order of the examples and of random layers (default: 0).
 
     Raises:
-      UsageError: The model is not compiled or is of another scope, its optimizer does not have
-        exactly one learning rate, the strategy cannot use the data, or the first loss is NaN.
+      UsageError: The model is not compiled or is of another scope, its optimizer has several
+        learning rates, or the strategy cannot use the data.
       Stopped: A task received a signal that requests a stop.
     """
     job = building.job_for(model, doing="find_learning_rate")
@@ -71,14 +71,15 @@ def find_learning_rate(  # noqa: D417, PLR0913
     require_number("highest", highest, above=lowest, fix="pass a rate above lowest, such as 10.0")
     require_int("steps", steps, least=10)
     require_number("diverges_at", diverges_at, above=1)
+    require_number("smoothing", smoothing, least=0)
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     require(
-        require_number("smoothing", smoothing, least=0) < 1,
-        "smoothing",
-        f"{smoothing!r} is not less than 1",
-        fix="pass smoothing=0.9",
-        code="not-a-number",
+        not getattr(optimizer, "optimizers", ()),
+        "find_learning_rate",
+        f"the optimizer {type(optimizer).__name__} does not have a single learning rate",
+        fix="compile the model with the optimizer to tune",
+        code="no-learning-rate",
     )
-    _require_one_rate(model)
     seed = require_int("seed", seed, least=0)
     length = Length(batch_size=batch_size, steps_per_epoch=steps)
     feed = inputs.prepare(
@@ -127,32 +128,10 @@ def _losses(
         if decision.stop:
             break
         blocks.learning_rate = decision.learning_rate
-        losses.append(_loss_of(blocks, step))
+        blocks.reset_metrics()
+        blocks.run(step, step + 1, looked_at=True)
+        losses.append(float(blocks.metrics(blocks.logs)["loss"]))
     return losses
-
-
-def _loss_of(blocks: BlockRunner, step: int) -> float:
-    """Run one step and return the loss of its global batch."""
-    blocks.reset_metrics()
-    blocks.run(step, step + 1, looked_at=True)
-    logs = blocks.metrics(blocks.logs)
-    loss = logs.get("loss")
-    require(
-        isinstance(loss, float),
-        "find_learning_rate",
-        f"train_step returns {', '.join(sorted(logs)) or 'an empty dict'}, but no scalar loss",
-        fix='return {"loss": loss, ...} from train_step',
-        code="no-loss",
-    )
-    value = float(logs["loss"])
-    if step == 0 and value != value:
-        raise UsageError(
-            "find_learning_rate",
-            "the loss is NaN before the first update",
-            fix="look for NaN in the data and in the initial weights",
-            code="not-finite",
-        )
-    return value
 
 
 @contextlib.contextmanager
@@ -195,18 +174,6 @@ def _settable_rate(model: keras.Model, job: Job) -> Iterator[None]:
     finally:
         optimizer._learning_rate = before
         optimizer._untrack_variable(variable)  # tracked attributes are part of its state
-
-
-def _require_one_rate(model: keras.Model) -> None:
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    several = isinstance(getattr(optimizer, "optimizers", None), list | tuple)
-    require(
-        hasattr(optimizer, "_learning_rate") and not several,
-        "find_learning_rate",
-        f"the optimizer {type(optimizer).__name__} does not have a single learning rate",
-        fix="compile the model with the optimizer to tune",
-        code="no-learning-rate",
-    )
 
 
 # Suggestions from the losses of a range test: section 3.3 of Smith, but with rates that grow

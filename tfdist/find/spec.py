@@ -1,4 +1,4 @@
-"""Shapes and types of a batch: as JSON, and as data of zeros."""
+"""Shapes and types of a batch, and data of zeros in these shapes."""
 
 from __future__ import annotations
 
@@ -24,21 +24,3 @@ def zeros(spec: Any, batch_size: int) -> tuple[Any, Any, Any]:
     data = tf.nest.map_structure(make, spec)
     x, y, weight = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
     return x, y, weight
-
-
-def encode_spec(spec: Any) -> Any:
-    """Convert a nest of `tf.TensorSpec` to JSON values."""
-    if isinstance(spec, dict):
-        return {"dict": {key: encode_spec(part) for key, part in spec.items()}}
-    if isinstance(spec, list | tuple):
-        return {"tuple": [encode_spec(part) for part in spec]}
-    return None if spec is None else [list(spec.shape), spec.dtype.name]
-
-
-def decode_spec(value: Any) -> Any:
-    """Convert the result of `encode_spec` back to a nest of `tf.TensorSpec`."""
-    if isinstance(value, dict) and "dict" in value:
-        return {key: decode_spec(part) for key, part in value["dict"].items()}
-    if isinstance(value, dict):
-        return tuple(map(decode_spec, value["tuple"]))
-    return None if value is None else tf.TensorSpec(*value)

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from tfdist.errors import EXIT_PEER_MISSING, TfdistError, UsageError
 from tfdist.launch.events import Message
@@ -103,16 +104,13 @@ def lock_host(run_dir: str, host: str, *, within_s: float, pipe: Pipe) -> int:
             os.ftruncate(fd, os.pwrite(fd, b"%d" % os.getpid(), 0))
             return fd
         if time.monotonic() > deadline_s:
-            _kill_agent(os.pread(fd, 20, 0))
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(os.pread(fd, 20, 0))
+                if b"bootstrap.py\0agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
         select.select([pipe], [], [], _RETRY_S)
         pipe.turn()
     return fd
-
-
-def _kill_agent(pid: bytes) -> None:
-    with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(pid)}/cmdline", "rb") as file:
-        if b"bootstrap.py\0agent" in file.read():
-            os.kill(int(pid), signal.SIGKILL)
 
 
 if __name__ == "__main__":

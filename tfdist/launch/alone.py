@@ -86,7 +86,6 @@ def _begin(task: str, claim: str, *, name: str) -> None:
 
 
 def _caller() -> str:
-    """Return file and line of the program's call."""
     frame = sys._getframe(2)
     while frame.f_back and (
         frame.f_globals.get("__name__", "").partition(".")[0] in _OF_LIBRARIES

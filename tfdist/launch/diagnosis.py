@@ -314,7 +314,13 @@ class Watchdog:
         equal, return the chief.
         """
         tasks = self._watched.values()
-        judged = [t for t in tasks if not self._serves(t) and t.phase in (*WAITING, *_BUSY)]
+        # Other tasks of a ps job only execute the chief's requests.
+        judged = [
+            task
+            for task in tasks
+            if task.phase in (*WAITING, *_BUSY) and task.task.type != "evaluator"
+            if task.task == self._chief or not self._has_servers
+        ]
         late = [task for task in judged if self._is_late(task, now_s)]
         is_expected = any(task.phase in _BUSY and task not in late for task in judged)
         is_stuck = any(
@@ -332,7 +338,12 @@ class Watchdog:
         ]
         if silent:
             suspect = min(silent, key=lambda task: (not task.is_stopped, task.beat_s))
-            return suspect, self._text_of_silence(suspect, now_s)
+            cause = f"no heartbeat for {now_s - suspect.beat_s:.0f} s"
+            if suspect.state in _STATES:
+                cause += f", {_STATES[suspect.state]}"
+            if suspect.has_spoken:
+                cause += f", last report: {suspect.doing}"
+            return suspect, cause
         if owing := self._overdue_work(now_s, early_s=LATE_S):  # the chief's deadline may be first
             suspect, since_s = min(owing, key=lambda owed: owed[1])
             return suspect, f"its work unit is unfinished after {now_s - since_s:.0f} s"
@@ -341,12 +352,6 @@ class Watchdog:
         cause = f"{suspect.doing} for {now_s - suspect.since_s:.0f} s"
         is_equal = len(able) > 1 and len({task.progress for task in able}) == 1
         return suspect, f"{cause}, like all {len(able)} tasks" if is_equal else cause
-
-    def _text_of_silence(self, task: Watched, now_s: float) -> str:
-        text = f"no heartbeat for {now_s - task.beat_s:.0f} s"
-        if task.state in _STATES:
-            text += f", {_STATES[task.state]}"
-        return f"{text}, last report: {task.doing}" if task.has_spoken else text
 
     def _is_too_silent(self, task: Watched, now_s: float) -> bool:
         limit_s = self._hang_timeout_s
@@ -376,12 +381,6 @@ class Watchdog:
             if now_s - max(awaited.since_s, self._excused_s) >= limit_s - early_s:
                 found.append((owing, awaited.since_s))
         return found
-
-    def _serves(self, task: Watched) -> bool:
-        """Return whether a task only executes the chief's requests, or is the evaluator."""
-        if task.task.type == "evaluator":
-            return True
-        return self._has_servers and task.task != self._chief
 
     def _silence_s(self, task: Watched, now_s: float) -> float:
         return now_s - max(task.beat_s, self._excused_s)

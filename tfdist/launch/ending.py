@@ -19,7 +19,7 @@ from tfdist.files import is_held
 from tfdist.launch.events import STOP_CODES
 from tfdist.launch.live import LIVE_FILE
 from tfdist.launch.multihost.host_agreement import without_secrets
-from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions, Program
+from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions
 from tfdist.launch.run_dir import REPORT_FILE, RUNS, slurm_prefix
 from tfdist.options import LaunchFlags, names_of, table
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
@@ -46,7 +46,6 @@ def command_of(options: LaunchOptions) -> dict[str, Any]:
 
 
 def _changed(options: LaunchOptions) -> dict[str, Any]:
-    """Return the flags whose values are not the defaults."""
     values = {name: getattr(options, name) for name in names_of(LaunchFlags)}
     return {n: value for n, value in values.items() if value != table(LaunchFlags)[n].default}
 
@@ -116,22 +115,14 @@ def resume_command(options: LaunchOptions, run_dir: Path) -> str:
     words = [
         f"--{n}" if v is True else f"--{n}={v}" for n, v in {"run_dir": where, **flags}.items()
     ]
-    return shlex.join([*_launcher(), *without_secrets([*words, *_words(program)])])
-
-
-def _launcher() -> list[str]:
-    """Return the first words of a command that starts the launcher: as the user started it."""
-    python, *rest = sys.orig_argv
-    if rest and rest[0] == shutil.which("tfdist"):
-        return ["tfdist", "launch"]
-    return [python, "-m", "tfdist.launch"]
-
-
-def _words(program: Program) -> Sequence[str]:
-    """Return the words of a command line that select the program."""
     if program.target != DEFAULT_MODULE:
-        return program.python_args
-    return ("--", *program.args) if program.args else ()
+        words += program.python_args
+    elif program.args:
+        words += ["--", *program.args]
+    python, *rest = sys.orig_argv
+    is_script = rest and rest[0] == shutil.which("tfdist")
+    launcher = ["tfdist", "launch"] if is_script else [python, "-m", "tfdist.launch"]
+    return shlex.join([*launcher, *without_secrets(words)])
 
 
 def shown(path: Path) -> str:
@@ -155,7 +146,6 @@ def closing_lines(run_dir: Path, *, exit_code: int, seconds: float, resume: str)
 
 
 def _metric_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a line with the last metrics and the lowest loss, if there are any."""
     if not lines:
         return []
     last = [

@@ -469,7 +469,6 @@ class SignalPipe:
         return [signum for signum in self.read() if signum in STOP_SIGNALS]
 
     def _is_new(self) -> bool:
-        """Return whether a stop signal at this time is a new request."""
         now_s = self._clock()
         if now_s - self._requested_s < SAME_REQUEST_S:
             return False

@@ -17,6 +17,7 @@ import contextlib
 import gc
 import importlib
 import io
+import itertools
 import json
 import os
 import random
@@ -168,7 +169,7 @@ class _Server:
             pid = os.fork()
         except OSError as error:
             pid, cause = -1, f"cannot fork: {error.strerror}"
-            self._report(Ended(task=task, status=1, at_s=time.monotonic(), cause=cause))
+            self._tell(encode_event(Ended(task=task, status=1, at_s=time.monotonic(), cause=cause)))
         if pid == 0:
             self._become_task(request, server=server, output_fd=fds[0], notes_fd=fds[1])
             return True
@@ -176,11 +177,10 @@ class _Server:
             os.close(fd)
         if pid > 0:
             self._tasks[pid] = task
-            self._report(Started(task=task, pid=pid, at_s=time.monotonic()))
+            self._tell(encode_event(Started(task=task, pid=pid, at_s=time.monotonic())))
         return False
 
     def _leave(self) -> None:
-        """Release the server's resources in a forked process."""
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -205,17 +205,16 @@ class _Server:
         for name in request["unset"]:
             os.environ.pop(name, None)
         os.environ.update(request["set"])
-        _reseed()
+        random.seed()
+        if numpy_random := sys.modules.get("numpy.random"):  # TensorFlow draws its seeds later
+            numpy_random.seed()
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):  # no child is left
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 if (task := self._tasks.pop(found[0], None)) is not None:
                     status = os.waitstatus_to_exitcode(found[1])
-                    self._report(Ended(task=task, status=status, at_s=time.monotonic()))
-
-    def _report(self, event: Started | Ended) -> None:
-        self._tell(encode_event(event))
+                    self._tell(encode_event(Ended(task=task, status=status, at_s=time.monotonic())))
 
     def _tell(self, message: Message) -> None:
         with contextlib.suppress(ConnectionError):  # the launcher has exited: `serve` handles it
@@ -230,14 +229,6 @@ def _of_a_pipe(stream: TextIO) -> TextIO:
     raw: Any = io.FileIO(stream.fileno(), "w", closefd=False)
     raw.name = stream.name
     return io.TextIOWrapper(raw, encoding=stream.encoding, errors=stream.errors, write_through=True)
-
-
-def _reseed() -> None:
-    """Reseed Python's and NumPy's random numbers. TensorFlow draws its seeds at its first use."""
-    random.seed()
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()
 
 
 class ForkTemplate:
@@ -338,7 +329,7 @@ class ForkStarter:
         self._clock = clock
         self._cause_of_kill = cause_of_kill
         self._is_ready = self._is_over = False
-        self._waiting: deque[tuple[Task, tuple[int, ...]]] = deque()
+        self._waiting: deque[tuple[int, ...]] = deque()
         self._tasks: set[Task] = set()
         self._server: subprocess.Popen[bytes] | None = None
         if server is not None:
@@ -378,7 +369,7 @@ class ForkStarter:
             json.dump(request, file)
         os.lseek(request_fd, 0, os.SEEK_SET)
         self._tasks.add(spec.task)
-        self._waiting.append((spec.task, (request_fd, os.dup(output_fd), os.dup(notes_fd))))
+        self._waiting.append((request_fd, os.dup(output_fd), os.dup(notes_fd)))
         self._send_waiting()
         return None
 
@@ -405,28 +396,26 @@ class ForkStarter:
                 data = b""
             if not data:
                 return events + self._all_ended()
-            events += self._event(json.loads(data))
+            self._is_ready = True
+            self._send_waiting()
+            answer = json.loads(data)
+            if "event" in answer:  # else it is the "ready" message
+                event = decode_event(answer)
+                assert isinstance(event, Started | Ended)
+                if isinstance(event, Ended):
+                    self._tasks.remove(event.task)
+                events.append(event)
         return events
 
     def close(self) -> None:
         """Stop the server."""
-        for request in self._waiting:
-            self._forget(request)
+        for fd in itertools.chain.from_iterable(self._waiting):
+            os.close(fd)
         self._waiting.clear()
         self._socket.close()
         if self._server is not None:
             self._server.kill()
             self._server.wait()
-
-    def _event(self, answer: Message) -> list[Started | Ended]:
-        self._is_ready = True
-        self._send_waiting()
-        if "event" not in answer:  # it is the "ready" message
-            return []
-        event = decode_event(answer)
-        if isinstance(event, Ended):
-            self._tasks.remove(event.task)
-        return [event] if isinstance(event, Started | Ended) else []
 
     def _send_waiting(self) -> None:
         """Send queued requests without blocking, because the server may wait for `collect`.
@@ -434,7 +423,7 @@ class ForkStarter:
         This method runs again after each answer of the server.
         """
         while self._is_ready and self._waiting:
-            _, fds = request = self._waiting[0]
+            fds = self._waiting[0]
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
             try:
                 self._socket.sendmsg([b"+"], rights, socket.MSG_DONTWAIT)
@@ -442,8 +431,8 @@ class ForkStarter:
                 return
             except OSError:  # the server was killed: `collect` handles it
                 pass
-            self._waiting.popleft()
-            self._forget(request)
+            for fd in self._waiting.popleft():
+                os.close(fd)
 
     def _all_ended(self) -> list[Started | Ended]:
         """Return `Ended` for all tasks. They exit with the server, which is their parent."""
@@ -454,10 +443,6 @@ class ForkStarter:
         now_s = self._clock()
         status = -signal.SIGKILL
         return [Ended(task=task, status=status, at_s=now_s, cause=cause) for task in tasks]
-
-    def _forget(self, request: tuple[Task, tuple[int, ...]]) -> None:
-        for fd in request[1]:
-            os.close(fd)
 
 
 def shared_environment(specs: Sequence[ProcessSpec]) -> dict[str, str]:

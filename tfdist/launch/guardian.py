@@ -228,12 +228,8 @@ def _is_marked(pid: int, mark: str) -> bool:
     return f"\0{MARK}={mark}\0".encode() in environ
 
 
-def _run_bound(parent: int, signum: int, command: list[str]) -> None:
-    die_with(parent, signum)
-    os.execv(command[0], command)
-
-
 if __name__ == "__main__":
     if sys.argv[1] == _BOUND:
-        _run_bound(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+        die_with(int(sys.argv[2]), int(sys.argv[3]))
+        os.execv(sys.argv[4], sys.argv[4:])
     main(sys.argv[1])

@@ -42,7 +42,7 @@ from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
 from tfdist.launch.machine import this_machine
 from tfdist.launch.membership import Membership
 from tfdist.launch.multihost.agents import Hub, PipeAgent, shell_of
-from tfdist.launch.multihost.host_agreement import passed_variables
+from tfdist.launch.multihost.host_agreement import passed_variables, versions_of_hosts
 from tfdist.launch.multihost.hosts import (
     Group,
     HostPart,
@@ -78,10 +78,8 @@ from tfdist.launch.run_dir import (
     earlier_attempts,
     next_attempt,
     not_writable,
-    restart_seconds,
-    versions_of_job,
 )
-from tfdist.launch.screen import JobScreen, shows_in_place, standard_screen
+from tfdist.launch.screen import JobScreen, standard_screen
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
 from tfdist.options import CLUSTER, LAUNCHED, PORTS, RESTARTS, UNCOUNTED_RESTARTS
@@ -99,11 +97,9 @@ def run_job(
     Raises:
         UsageError: The options are invalid for this job. No task was started.
     """
-    search = [_working_directory(), *sys.path]
+    search = [os.getcwd(), *sys.path]
     check_program(options.program)
     _check_tf_config(options.program, environ)
-    if line := settings.legacy_keras(environ):
-        _remark(line)
     unread = [n for n in settings.NAMES if n not in _READ and settings.text(environ, n)]
     if unread:
         _remark(f"{', '.join(unread)}: ignored, because the launcher reads only its flags")
@@ -165,7 +161,6 @@ def _described(
         environ=environ,
         run_dir=run_dir,
         start=start if has_tasks else "exec",
-        is_terminal=shows_in_place(1, environ),
     )
 
 
@@ -219,18 +214,6 @@ def _remark(line: str) -> None:
     print(f"[launch] {line}", file=sys.stderr, flush=True)
 
 
-def _working_directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError as error:
-        raise UsageError(
-            "working directory",
-            f"the launcher cannot find it ({error.strerror})",
-            fix="change to an existing directory (cd)",
-            code="no-directory",
-        ) from None
-
-
 def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
     """Return the options, with the ports of TFDIST_PORTS if ``--ports`` is not set."""
     ports = settings.text(environ, PORTS)
@@ -240,7 +223,6 @@ def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> Launch
 
 
 def _show(job: JobDescription) -> int:
-    """Print the tasks of a job on this machine, with ports to start them by hand."""
     with PortPool(job.num_local_addresses, among=job.ports) as pool:
         addresses = [port.address for port in pool.renewed()]
     specs = job.specs(job.local_attempt(addresses, number=next_attempt(job.run_dir)))
@@ -250,7 +232,6 @@ def _show(job: JobDescription) -> int:
 
 
 def _run(job: JobDescription) -> int:
-    """Run a job on this machine and return its exit code."""
     network = ""
     if job.options.isolate:
         network = isolate(job.environ)
@@ -428,19 +409,14 @@ class JobRun:
             return code
 
     def _run_from(self, logs: Path) -> int:
-        before: JobState | None = None
         restarts = 0
-        while True:
-            attempt = self._run_attempt(logs, restarts=restarts)
-            if before is not None:
-                self._entries[-2]["restart_s"] = restart_seconds(before, attempt)
-            following = self._following(attempt)
-            if isinstance(following, int):
-                self._write(following)
-                return following
+        attempt = self._run_attempt(logs, restarts=restarts)
+        while isinstance(following := self._following(attempt), Path):
             self._write(None)
-            logs, before = following, attempt
             restarts += 1
+            attempt = self._run_attempt(following, restarts=restarts)
+        self._write(following)
+        return following
 
     def _run_attempt(self, logs: Path, *, restarts: int) -> JobState:
         """Run one attempt, add its entry to the report, and return its final state."""
@@ -454,7 +430,7 @@ class JobRun:
             has_servers=kind.has_servers,
             chief=tasks[0],
             state_of=self._processes.state_of,
-            is_held_up=lambda: self._processes.is_held_up,
+            is_held_up=lambda: self._screen.out.is_full,
         )
         state = JobState(
             job_tasks=tasks,
@@ -462,7 +438,7 @@ class JobRun:
             has_servers=kind.has_servers,
             grace_s=options.grace_s,
             min_workers=options.min_workers,
-            membership=Membership(expected=len(_workers(tasks))) if kind.is_elastic else None,
+            membership=Membership(expected=options.workers) if kind.is_elastic else None,
             policy=self._policy,
             watchdog=watchdog,
             now_s=time.monotonic(),
@@ -525,7 +501,8 @@ class JobRun:
         return exit_code
 
     def _write(self, exit_code: int | None) -> None:
-        self._description.setdefault("versions", versions_of_job())
+        if "versions" not in self._description:  # slow, so not at the start
+            self._description["versions"] = versions_of_hosts()
         try:
             self._write_report(exit_code)
         except OSError as error:
@@ -541,10 +518,6 @@ class JobRun:
         write_json(self._report_file, content, durable=False, private=True)
 
 
-def _workers(tasks: Sequence[Task]) -> list[Task]:
-    return [task for task in tasks if task.type == "worker"]
-
-
 def _epoch_s() -> float:
     """Return the time of day at which the monotonic clock was 0."""
     return time.time() - time.monotonic()
@@ -552,5 +525,4 @@ def _epoch_s() -> float:
 
 def _counted(tasks: Sequence[Task]) -> str:
     counts = Counter(task.type for task in tasks)
-    plural = {"worker": "workers"}
-    return ", ".join(f"{n} {plural.get(t, t) if n > 1 else t}" for t, n in counts.items())
+    return ", ".join(f"{n} {t}{'s' * (t == 'worker' and n > 1)}" for t, n in counts.items())

@@ -91,8 +91,6 @@ class JobDescription:
     """Method that starts the tasks."""
     fork_server: int | None = None
     """Socket of a fork server that another process started, or `None`."""
-    is_terminal: bool = False
-    """Whether the tasks' output is shown on a terminal."""
     ports: Sequence[int] | None = None
     """Ports that the tasks may use (if `None`, any port)."""
     given: LaunchOptions = field(default_factory=LaunchOptions)
@@ -149,7 +147,6 @@ class JobDescription:
             run_dir=attempt.run_dir,
             attempt=attempt.number,
             stages=(options.stages or options.workers) if self.kind.has_stages else None,
-            terminal=self.is_terminal,
         )
         gpus = divide_gpus(self, attempt.tasks)
         return tuple(

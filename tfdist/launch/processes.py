@@ -123,7 +123,6 @@ class JobProcesses:
             os.set_inheritable(descriptor, False)  # tasks must not inherit it
             self._given = socket.socket(fileno=descriptor)
         self._specs: dict[Task, ProcessSpec] = {}
-        self._chief: Task | None = None
         self._logs = Path()
         self._news: list[Event] = []
         self._running: dict[Task, int | None] = {}
@@ -179,7 +178,6 @@ class JobProcesses:
         self._screen.forget()
         self._screen.hosts = {task_of(name): host for name, host in attempt.hosts.items()}
         self._logs = attempt.logs
-        self._chief = attempt.cluster.chief_task
         self._pids.clear()
         self._raised.clear()
         self._is_patient = True
@@ -255,7 +253,7 @@ class JobProcesses:
         return self._specs[task]
 
     def _start(self, spec: ProcessSpec, *, log: str) -> None:
-        output = self._screen.open(spec.task, self._logs / log, is_chief=spec.task == self._chief)
+        output = self._screen.open(spec.task, self._logs / log)
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read_fd, False)
         self._pipes[read_fd] = (spec.task, output)
@@ -388,16 +386,12 @@ class JobProcesses:
             self._owed.pop(event.task, None)  # its start has failed
             for fd in [fd for fd, (task, _) in self._pipes.items() if task == event.task]:
                 self._read_all(fd)
-            self._news.append(self._explained(event))
+            pid = self._pids.get(event.task)
+            if pid is not None and not event.cause and event.status == -signal.SIGKILL:
+                event = dataclasses.replace(event, cause=self._evidence.of_kill(pid))
+            self._news.append(event)
         if any(isinstance(event, Ended) for event in came):
             self._guard.forget_empty()
-
-    def _explained(self, ended: Ended) -> Ended:
-        """Return `ended` with the kernel's reason for a SIGKILL, if known."""
-        pid = self._pids.get(ended.task)
-        if pid is None or ended.cause or ended.status != -signal.SIGKILL:
-            return ended
-        return dataclasses.replace(ended, cause=self._evidence.of_kill(pid))
 
     def _on_notes(self) -> None:
         for _ in range(_MAX_READS):
@@ -412,13 +406,9 @@ class JobProcesses:
                 if isinstance(event, Raised | Beat) and event.task in self._running:
                     self._news.append(event)
                 if isinstance(event, Raised) and event.exit_code not in STOP_CODES:
-                    self._see_raised(event.task)
-
-    def _see_raised(self, task: Task) -> None:
-        """Hide a task's traceback if another task has raised: most tasks raise the same error."""
-        if self._raised - {task}:
-            self._screen.mute(task)
-        self._raised.add(task)
+                    if self._raised - {event.task}:  # most tasks raise the same error
+                        self._screen.mute(event.task)
+                    self._raised.add(event.task)
 
     def _read(self, fd: int) -> bool:
         """Pass a pipe's data to the task's output, and return whether there may be more."""
@@ -495,11 +485,6 @@ class LocalProcesses(JobProcesses):
 
     def can_start(self, task: Task) -> bool:
         return True
-
-    @property
-    def is_held_up(self) -> bool:
-        """Return whether tasks wait because the launcher's output is blocked."""
-        return self._screen.out.is_full
 
 
 def _send(pid: int, signum: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import platform
 import re
 import secrets
 import shlex
@@ -23,7 +22,7 @@ from tfdist.errors import TfdistError, UsageError
 from tfdist.files import FileLock, LockedError
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import signal_name
-from tfdist.launch.multihost.host_agreement import versions, without_secrets
+from tfdist.launch.multihost.host_agreement import without_secrets
 from tfdist.launch.state import JobState, TaskRecord
 
 RUNS = "runs"
@@ -172,19 +171,17 @@ def attempt_entry(
             "detect_s": _rounded(failure.detect_s),
         }
 
-    failure, restarts, lost = attempt.failure, attempt.restarts, attempt.lost
+    failure, first_s = attempt.failure, attempt.first_step_s
     return {
         "attempt": number,
         "exit_code": attempt.exit_code,
         "detect_s": _rounded(failure.detect_s) if failure else None,
-        "restart_s": None,
-        "first_step_s": _elapsed_s(attempt.started_s, attempt.first_step_s),
+        "first_step_s": None if first_s is None else _rounded(first_s - attempt.started_s),
         "tasks": [task_entry(record) for record in attempt.records],
-        "restarts": [
-            {**failure_entry(past), "restart_s": _restart_s(attempt, past)} for past in restarts
-        ],
+        "restarts": [failure_entry(past) for past in attempt.restarts],
         "lost": [
-            {**failure_entry(past), "last_lines": list(last_lines(past.task))} for past in lost
+            {**failure_entry(past), "last_lines": list(last_lines(past.task))}
+            for past in attempt.lost
         ],
         "views": [
             {"members": [*map(str, v.members)], "step": v.step, "at": time_of(v.at_s)}
@@ -197,29 +194,6 @@ def attempt_entry(
             "stacks": {str(task): list(lines) for task, lines in stacks.items()},
         },
     }
-
-
-def restart_seconds(failed: JobState, following: JobState) -> float | None:
-    """Return the seconds from a failure until all tasks of the next attempt were started."""
-    firsts = [record.started_at_s for record in following.records if not record.restart]
-    known = [moment for moment in firsts if moment is not None]
-    all_started_s = max(known) if known and len(known) == len(firsts) else None
-    return _elapsed_s(failed.failure.at_s if failed.failure else None, all_started_s)
-
-
-def _restart_s(attempt: JobState, failure: Failure) -> float | None:
-    """Return the seconds from a task's failure until this task was restarted."""
-    moments = [
-        record.started_at_s
-        for record in attempt.records
-        if record.task == failure.task and record.started_at_s is not None
-    ]
-    after = [moment for moment in moments if moment > failure.at_s]
-    return _elapsed_s(failure.at_s, min(after, default=None))
-
-
-def _elapsed_s(begin_s: float | None, end_s: float | None) -> float | None:
-    return None if begin_s is None or end_s is None else _rounded(end_s - begin_s)
 
 
 def _rounded(seconds: float | None) -> float | None:
@@ -244,8 +218,3 @@ def description_of_job(strategy: str, *, argv: Sequence[str]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "cpus": len(os.sched_getaffinity(0)),
     }
-
-
-def versions_of_job() -> dict[str, str]:
-    """Return the versions of the job's packages. This takes 20 ms, so do not call it at start."""
-    return {**versions(), "Python": platform.python_version()}

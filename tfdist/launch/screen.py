@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import select
 from collections import deque
 from collections.abc import Mapping
@@ -17,8 +16,6 @@ from tfdist.cluster import Task
 _CHUNK_BYTES = 4096  # a ready pipe accepts this much without blocking
 _BACKLOG_BYTES = 1 << 20
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
-_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
-_ERASE = b"\r\x1b[K"
 
 
 class Console:
@@ -28,13 +25,11 @@ class Console:
     output. `is_closed` is True after the reader has closed the pipe.
     """
 
-    def __init__(self, fd: int, *, is_terminal: bool = False, colour: bool = False) -> None:
+    def __init__(self, fd: int, *, colour: bool = False) -> None:
         self.fd = fd
-        self.is_terminal = is_terminal
         self.is_closed = False
         self._colour = colour
         self._backlog = bytearray()
-        self._progress = b""
 
     @property
     def is_waiting(self) -> bool:
@@ -49,31 +44,19 @@ class Console:
     def say(self, text: str) -> None:
         """Add lines of the launcher."""
         for line in text.splitlines():
-            self._put(b"[launch] " + line.encode(errors="backslashreplace"))
+            self.pass_on(b"[launch] " + line.encode(errors="backslashreplace"))
 
     def line(self, name: str, text: bytes, *, hue: int = 0) -> None:
         """Add one line of the task called `name`."""
-        self._put(self._prefix(name, hue) + text)
+        prefix = f"[{name}]".encode()
+        if self._colour:
+            prefix = b"\x1b[%dm%b\x1b[0m" % (_COLOURS[hue % len(_COLOURS)], prefix)
+        self.pass_on(prefix + b" " + text)
 
     def pass_on(self, line: bytes) -> None:
-        """Add an unchanged line from an agent."""
-        self._put(line)
-
-    def progress(self, name: str, text: bytes, *, hue: int = 0) -> None:
-        """Show a progress line that the next line replaces (only on a terminal)."""
-        if not self.is_terminal:
-            return
-        room = max(0, _columns(self.fd) - len(name) - 4)
-        plain = _ESCAPES.sub(b"", text).replace(b"\t", b" ")
-        cut = plain.decode(errors="replace")[:room].encode()
-        self._progress = self._prefix(name, hue) + cut
-        self._add(_ERASE + self._progress)
-
-    def drop_progress(self) -> None:
-        """Erase the progress line."""
-        if self._progress:
-            self._progress = b""
-            self._add(_ERASE)
+        """Add an unchanged line, such as a line from an agent."""
+        if not self.is_closed:
+            self._backlog += line + b"\n"
 
     def write(self) -> None:
         """Write as much pending output as possible without waiting."""
@@ -103,21 +86,6 @@ class Console:
             return
         del self._backlog[:written]
 
-    def _put(self, line: bytes) -> None:
-        if self._progress:
-            self._add(_ERASE + line + b"\n" + self._progress)
-        else:
-            self._add(line + b"\n")
-
-    def _add(self, data: bytes) -> None:
-        if not self.is_closed:
-            self._backlog += data
-
-    def _prefix(self, name: str, hue: int) -> bytes:
-        if not self._colour:
-            return f"[{name}] ".encode()
-        return f"\x1b[{_COLOURS[hue % len(_COLOURS)]}m[{name}]\x1b[0m ".encode()
-
 
 MAX_LINE_BYTES = 1 << 16
 """Maximum line length in bytes. Longer lines are split, so that a task cannot fill the memory."""
@@ -134,17 +102,13 @@ class LineSplitter:
 
     def __init__(self) -> None:
         self._rest = b""
-        self.progress: bytes | None = None
-        """Visible text of an unfinished line that has a carriage return, else `None`."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that `data` completes."""
         *whole, rest = (self._rest + data).split(b"\n")
         lines = [piece for line in whole for piece in _pieces(_visible(line))]
-        self.progress = None
         if b"\r" in rest:  # the next text replaces this text, unless a newline follows
-            self.progress = _visible(rest)
-            rest = b"\r" + self.progress[:MAX_LINE_BYTES] + b"\r" * rest.endswith(b"\r")
+            rest = b"\r" + _visible(rest)[:MAX_LINE_BYTES] + b"\r" * rest.endswith(b"\r")
         else:
             *full, rest = _pieces(rest)
             lines += full
@@ -153,22 +117,19 @@ class LineSplitter:
 
     def end(self) -> list[bytes]:
         """Return the unfinished line at the end of the stream."""
-        rest, self._rest, self.progress = _visible(self._rest), b"", None
+        rest, self._rest = _visible(self._rest), b""
         return _pieces(rest) if rest else []
 
 
 class TaskOutput:
     """One task's output: a log file, lines for the console, and the last lines for the report."""
 
-    def __init__(
-        self, name: str, *, log_path: Path, writer: Console, hue: int = 0, is_chief: bool = False
-    ) -> None:
+    def __init__(self, name: str, *, log_path: Path, writer: Console, hue: int = 0) -> None:
         self.name = name
         self.muted = False
         self.last: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._writer = writer
         self._hue = hue
-        self._is_chief = is_chief
         self._splitter = LineSplitter()
         self.log_path = log_path
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -178,9 +139,6 @@ class TaskOutput:
         """Log and show new output of the task."""
         self._log(data)
         self._show([line for line in self._splitter.feed(data) if not CHATTER.match(line)])
-        progress = self._splitter.progress
-        if progress is not None and self._is_chief and not self.muted:
-            self._writer.progress(self.name, progress, hue=self._hue)
 
     def flush_line(self) -> None:
         """Show the unfinished line of a task that has exited."""
@@ -198,8 +156,6 @@ class TaskOutput:
         return tuple(line.decode(errors="backslashreplace")[:_MAX_LAST_CHARS] for line in self.last)
 
     def _show(self, lines: list[bytes]) -> None:
-        if lines and self._is_chief:
-            self._writer.drop_progress()
         self.last.extend(lines)
         if not self.muted:
             for line in lines:
@@ -245,14 +201,12 @@ class JobScreen:
         self.hosts: dict[Task, str] = {}
         """Host of each task (empty if the job runs on one host)."""
 
-    def open(self, task: Task, log_path: Path, *, is_chief: bool) -> TaskOutput:
+    def open(self, task: Task, log_path: Path) -> TaskOutput:
         """Return a new output for a task, or raise OSError if its log cannot be created."""
         hue = self._hues.setdefault(task, len(self._hues))
         if (before := self._outputs.get(task)) is not None:
             before.close()
-        output = TaskOutput(
-            str(task), log_path=log_path, writer=self.out, hue=hue, is_chief=is_chief
-        )
+        output = TaskOutput(str(task), log_path=log_path, writer=self.out, hue=hue)
         self._outputs[task] = output
         return output
 
@@ -304,10 +258,9 @@ class JobScreen:
                 console.drain(_HURRIED_DRAIN_S if is_hurried else None)
 
     def close(self) -> None:
-        """Close all logs and erase the progress line."""
+        """Close all logs."""
         for output in self._outputs.values():
             output.close()
-        self.out.drop_progress()
 
     def _failure_block(self, task: Task, output: TaskOutput | None, cause: str) -> str:
         where = f" on {self.hosts[task]}" if task in self.hosts else ""
@@ -328,21 +281,9 @@ def standard_screen(environ: Mapping[str, str], *, verbosity: int = 0) -> JobScr
     return JobScreen(out=out, err=err, verbosity=verbosity)
 
 
-def shows_in_place(fd: int, environ: Mapping[str, str]) -> bool:
-    """Return whether `fd` is a terminal that can overwrite a line."""
-    return os.isatty(fd) and environ.get("TERM") != "dumb"
-
-
 def _console(fd: int, environ: Mapping[str, str]) -> Console:
-    is_terminal = shows_in_place(fd, environ)
-    return Console(fd, is_terminal=is_terminal, colour=is_terminal and not environ.get("NO_COLOR"))
-
-
-def _columns(fd: int) -> int:
-    try:
-        return os.get_terminal_size(fd).columns or 80
-    except OSError:
-        return 80
+    is_plain = environ.get("TERM") == "dumb" or environ.get("NO_COLOR")
+    return Console(fd, colour=os.isatty(fd) and not is_plain)
 
 
 def _is_same(fd: int, other: int) -> bool:

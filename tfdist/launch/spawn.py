@@ -157,18 +157,14 @@ def _pickled(fn: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bytes
     import cloudpickle
 
     call = cloudpickle.dumps((fn, tuple(args), dict(keywords)))
-    of_caller = {"path": list(sys.path), "argv": list(sys.argv), "cells": _cells()}
+    known: Mapping[str, Any] = linecache.cache
+    # Notebook cells have no file, so a task needs their source lines.
+    cells = {name: e[2] for name, e in known.items() if len(e) == 4 and e[1] is None}
+    of_caller = {"path": list(sys.path), "argv": list(sys.argv), "cells": cells}
     return pickle.dumps({**of_caller, "call": call})
 
 
-def _cells() -> dict[str, list[str]]:
-    """Return the source lines of code without a file, such as notebook cells."""
-    known: Mapping[str, Any] = linecache.cache
-    return {name: e[2] for name, e in known.items() if len(e) == 4 and e[1] is None}
-
-
 def _answers(folder: Path) -> list[dict[str, Any]]:
-    """Return the tasks' answers: the last answer of each task in each attempt."""
     return [
         pickle.loads(path.read_bytes())
         for path in sorted((folder / _ANSWERS).iterdir())
@@ -182,7 +178,6 @@ def _failed(
     answers: Sequence[Mapping[str, Any]],
     lines: Sequence[str],
 ) -> JobFailed:
-    """Return the error for a failed job, from its report and its tasks' answers."""
     if failure is None:  # the launcher rejected the job, or a signal stopped it
         said = lines[-1].removeprefix("[launch] ") if lines else "no output"
         return JobFailed(f"the job failed with exit code {code}: {said}", exit_code=code)
@@ -227,7 +222,11 @@ def _run(flags: Sequence[str]) -> tuple[int, bool, Sequence[str]]:
             lines = _shown(process)
             return exit_code_of(process.wait()), bool(requests), lines
         finally:
-            _end(process)
+            if process.stdout is not None:
+                process.stdout.close()
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
 
 
 @contextlib.contextmanager
@@ -260,15 +259,6 @@ def _shown(process: subprocess.Popen[bytes]) -> Sequence[str]:
         lines[-1] += first
         lines.extend(more)
     return [line for line in lines if line]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close the launcher's output and stop it if it still runs."""
-    if process.stdout is not None:
-        process.stdout.close()
-    if process.poll() is None:
-        process.terminate()
-        process.wait()
 
 
 # The program of a task.

@@ -199,7 +199,6 @@ class _Decision:
                     self._resize(workers, membership)
 
     def _change(self, steps: list[Step]) -> None:
-        """Perform the steps of a change of the members."""
         for step in steps:
             match step:
                 case View(epoch=epoch, members=members):
@@ -307,7 +306,6 @@ class _Decision:
                 self._fail(failure, but=(failure.task,))
 
     def _dated(self, failure: Failure) -> Failure:
-        """Return `failure` with its step and its detection time added."""
         return replace(failure, step=self._state.step, detect_s=self._now_s - failure.at_s)
 
     def _find_hang(self) -> None:
@@ -421,7 +419,6 @@ class _Decision:
         self._do(Start(task, known.records[-1].restart))
 
     def _lose(self, failure: Failure) -> None:
-        """Continue without the failed task."""
         state, task, verdict = self._state, failure.task, self._verdict_on(failure)
         state.lost.append(failure)
         workers = state.other_workers({task})

@@ -314,7 +314,6 @@ def _identity(fd: int) -> tuple[int, int] | None:
 
 
 def _beat_note(task: str, started_s: float) -> bytes:
-    """Return a heartbeat with this process's phase and step."""
     phase, step, since_s, first_step_s = "import", None, started_s, None
     awaited = None
     phases = _phases()

@@ -1,8 +1,7 @@
 """Display of a run: progress and result on a terminal, scalars in TensorBoard, empty plots.
 
-On a terminal the progress line is updated in place. Elsewhere a line is printed every ten seconds.
-If the launcher runs on a terminal, a task ends its line with a carriage return. The launcher then
-shows the next line in its place.
+On a terminal the progress line is updated in place. Elsewhere, also under the launcher, a line is
+printed every ten seconds.
 """
 
 from __future__ import annotations
@@ -38,14 +37,12 @@ class ProgressDisplay:
         total_steps: int,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
-        in_place: bool = False,
     ) -> None:
         self._total_steps = total_steps
         self._stream = stream or sys.stderr
         self._clock = clock
         self._is_terminal = self._stream.isatty()
-        self._in_place = in_place or self._is_terminal
-        self._every_s = _IN_PLACE_EVERY_S if self._in_place else _EVERY_S
+        self._every_s = _IN_PLACE_EVERY_S if self._is_terminal else _EVERY_S
         self._logs: dict[str, float] = {}
         self._past: list[tuple[float, int, int]] = []
         self._shown_at: float | None = None
@@ -69,7 +66,7 @@ class ProgressDisplay:
     def end(self) -> None:
         """Print the last line when training ends or is interrupted."""
         first, last = (self._past[i][1] if self._past else None for i in (0, -1))
-        if last is not None and last != first and (self._in_place or last != self._shown_step):
+        if last is not None and last != first and (self._is_terminal or last != self._shown_step):
             self._write_line(last, self._clock(), is_last=True)
         self._past = []
 
@@ -79,7 +76,7 @@ class ProgressDisplay:
         line = f"step {step:,} of {self._total_steps:,} ({percent:.0f} %)  {self._state()}"
         if self._is_terminal:
             line = line[: shutil.get_terminal_size().columns - 1] + _CLEAR_REST
-        self._stream.write(line + ("\r" if self._in_place and not is_last else "\n"))
+        self._stream.write(line + ("\r" if self._is_terminal and not is_last else "\n"))
         self._stream.flush()
 
     def _state(self) -> str:
@@ -104,50 +101,29 @@ def _duration(seconds: float) -> str:
 
 
 def show_result(summary: Mapping[str, Any], *, run_dir: str) -> None:
-    rows = _result_rows(summary, run_dir=run_dir)
-    width = max(len(label) for label, _ in rows)
-    for label, value in rows:
-        print(f"  {label:<{width}}  {value}", flush=True)
-
-
-def _result_rows(summary: Mapping[str, Any], *, run_dir: str) -> list[tuple[str, str]]:
-    rows = [("result", str(summary["status"])), ("strategy", strategy_line(summary))]
-    resumed = summary.get("resumed_from_step")
-    steps = f"{summary['steps']:,}" + (f" (resumed from {resumed:,})" if resumed else "")
-    rows += [
-        ("steps", steps),
-        ("examples", f"{summary['examples']:,}"),
-        ("virtual epochs", f"{summary['virtual_epochs']:,}"),
-    ]
-    rows += _metric_rows(summary["metrics"])
-    if summary.get("examples_per_second"):
-        rows.append(("examples/s", f"{summary['examples_per_second']:,.0f}"))
+    """Print the result of a run. `summary.json` has more figures."""
+    resumed, speed = summary.get("resumed_from_step"), summary.get("examples_per_second")
+    rows = {
+        "result": summary["status"],
+        "steps": f"{summary['steps']:,}" + (f" (resumed from {resumed:,})" if resumed else ""),
+        **{
+            name: "not finite" if value is None else _number(value)
+            for name, value in summary["metrics"].items()
+        },
+        "examples/s": speed and f"{speed:,.0f}",
+    }
     if steps_of := summary.get("worker_steps"):
         total = max(sum(steps_of.values()), 1)
-        parts = [f"{worker} {steps / total:.0%}" for worker, steps in steps_of.items()]
-        rows.append(("steps by", ", ".join(parts)))
+        rows["steps by"] = ", ".join(f"{name} {n / total:.0%}" for name, n in steps_of.items())
     if ages := summary.get("staleness"):
-        rows.append(("staleness", _staleness(ages)))
+        rows["staleness"] = _staleness(ages)
     if twice := summary.get("steps_applied_twice"):
-        count = len(summary["repeated_ranges"])
-        ranges = f"{count} range{'s' * (count != 1)} of workers that died"
-        rows.append(("applied twice", f"{twice} steps, in {ranges}"))
-    if sizes := summary.get("ps_bytes"):
-        held = [f"{server} {size:,} bytes" for server, size in sizes.items()]
-        rows.append(("variables on", ", ".join(held)))
-    weights = f"sha256 {summary['weights_sha256'][:16]}"
-    return [*rows, ("weights", weights), ("run directory", run_dir)]
-
-
-def strategy_line(summary: Mapping[str, Any]) -> str:
-    """Return strategy and size of the job, such as ``ps, 4 workers, 1 parameter server``."""
-    workers, replicas = summary["workers"], summary["replicas"]
-    parts = [f"{workers} worker{'s' * (workers != 1)}"]
-    if summary.get("ps"):
-        parts.append(f"{summary['ps']} parameter server{'s' * (summary['ps'] != 1)}")
-    else:
-        parts.append(f"{replicas} replica{'s' * (replicas != 1)}")
-    return f"{summary['strategy']}, {', '.join(parts)}"
+        rows["applied twice"] = f"{twice} steps"
+    rows |= {"weights": f"sha256 {summary['weights_sha256'][:16]}", "run directory": run_dir}
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        if value:
+            print(f"  {name:<{width}}  {value}", flush=True)
 
 
 def _staleness(ages: Mapping[str, int]) -> str:
@@ -159,22 +135,6 @@ def _staleness(ages: Mapping[str, int]) -> str:
         name = str(age) if age < 2 else f"{low}-{2 * low - 1}"
         bins[name] = bins.get(name, 0) + count
     return ", ".join(f"{name}: {count / total:.0%}" for name, count in bins.items())
-
-
-def _metric_rows(metrics: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    rows = []
-    for name, value in sorted(metrics.items(), key=lambda item: item[0] != "loss"):
-        if name.startswith("val_") and name.removeprefix("val_") in metrics:
-            continue
-        text = _value(value)
-        if f"val_{name}" in metrics:
-            text = f"{text} training, {_value(metrics[f'val_{name}'])} validation"
-        rows.append((name.replace("_", " "), text))
-    return rows
-
-
-def _value(value: float | None) -> str:
-    return "not finite" if value is None else _number(value)
 
 
 # Files for TensorBoard: scalars, `train/loss` beside `validation/loss`.

@@ -201,7 +201,7 @@ class Evaluations:
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         with self._one_line_errors():
-            _write_lines(self.metrics_file, lines)
+            write_text(self.metrics_file, "".join(to_json(line) + "\n" for line in lines))
 
     def ask_to_stop(self, why: Mapping[str, Any]) -> None:
         """Request that the chief ends training before its next range of steps."""
@@ -269,10 +269,6 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError, RecursionError):
             lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict)]
-
-
-def _write_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    write_text(file, "".join(to_json(line) + "\n" for line in lines))
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

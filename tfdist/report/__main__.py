@@ -13,7 +13,6 @@ from tfdist.errors import EXIT_OK, mutually_exclusive
 from tfdist.files import one_line_errors, write_text
 from tfdist.loopback import listen, make_server
 from tfdist.report.page import render
-from tfdist.report.pieces import NUM_COLOURS
 from tfdist.report.run_records import (
     RunRecord,
     add_run_dir,
@@ -23,7 +22,7 @@ from tfdist.report.run_records import (
     reading,
     runs_in,
 )
-from tfdist.report.sweep_section import SweepRecord, is_sweep, read_sweep, runs_of_best
+from tfdist.report.sweep_section import SweepRecord, is_sweep, read_sweep
 
 _FILE = "report.html"
 
@@ -93,8 +92,6 @@ def _read(paths: Sequence[Path]) -> tuple[list[RunRecord], list[SweepRecord]]:
 def _page(paths: Sequence[Path], *, is_followed: bool = False) -> str:
     runs, sweeps = _read(paths)
     with reading(", ".join(map(str, paths))):
-        for sweep in sweeps:
-            runs += runs_of_best(sweep, most=NUM_COLOURS)
         return render(runs, sweeps, is_followed=is_followed)
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -60,15 +58,16 @@ def render(
     title = " · ".join([names[0], *_origin(runs[0])]) if len(names) == 1 and runs else ""
     title = title or named(names, most=4)
     is_going = "running" in (*(s.status for s in sweeps), *(run.status for run in runs))
-    link_of = {run.path: f"#run-{index}" for index, run in enumerate(runs)}
     body = [
         _contents(runs, sweeps) if len(names) > 1 else "",
-        *(sweep_section(sweep, index, link_of) for index, sweep in enumerate(sweeps)),
+        *(sweep_section(sweep, index) for index, sweep in enumerate(sweeps)),
         _comparison(runs) if len(runs) > 1 else "",
         *(_run_section(run, i) for i, run in enumerate(runs)),
     ]
     scripts = (CROSSHAIR, FOLLOW) if is_followed else (CROSSHAIR,)
-    policy = _POLICY.format(" ".join(map(_hash, scripts))) + _MORE_TO_FOLLOW * is_followed
+    digests = [base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
+    policy = _POLICY.format(" ".join(f"'sha256-{digest}'" for digest in digests))
+    policy += _MORE_TO_FOLLOW * is_followed
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -80,14 +79,7 @@ def render(
     )
 
 
-def _hash(script: str) -> str:
-    """Return the source of a Content-Security-Policy that allows one inline script."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
 def _origin(run: RunRecord) -> list[str]:
-    """Return strategy, command and start of a run, without unknown ones."""
     begin = clock(run.begin) if run.begin else ""
     return [part for part in (run.strategy, str(run.job.get("command") or ""), begin) if part]
 
@@ -137,17 +129,16 @@ def _overview(runs: Sequence[RunRecord]) -> str:
 
 
 def _config_differences(runs: Sequence[RunRecord]) -> str:
-    configs = [flat(run.config) | _command(run) for run in runs]
+    configs = [
+        {**flat(run.config), "program": " ".join(run.job.get("program", [])), **flags}
+        for run in runs
+        for flags in [run.job.get("flags", {})]
+    ]
     keys = dict.fromkeys(key for config in configs for key in config)
     different = [k for k in keys if len({json.dumps(c.get(k)) for c in configs}) > 1][:MAX_ROWS]
     rows = [[code(key), *(code(config.get(key)) for config in configs)] for key in different]
     head = ["field", *(escape(run.name) for run in runs)]
     return card(f"<h3>Fields that differ</h3>{table(head, rows)}", "wide") if rows else ""
-
-
-def _command(run: RunRecord) -> dict[str, object]:
-    """Return the program's arguments and the launcher's flags that identify a run's command."""
-    return {"program": " ".join(run.job.get("program", [])), **run.job.get("flags", {})}
 
 
 # Section of a run.
@@ -170,7 +161,6 @@ def _run_section(run: RunRecord, index: int) -> str:
         f"{section('Attempts and tasks', _timeline(run, legend))}"
         f"{section('Time by phase', _time_spent(totals, used, legend))}"
         f"{section('Staleness', _staleness(run))}"
-        f"{section('Checkpoints on the disk', _checkpoints(run))}"
         f"{section('Program and versions', _what_ran(run))}</section>"
     )
 
@@ -255,10 +245,9 @@ def _chart_by_task(
 ) -> str:
     """Return a chart over the time of all attempts. Lines break between attempts."""
     series: dict[str, list[tuple[float, float]]] = {}
-    time = FoldedTime.of(run)
     for attempt in run.attempts:
         for task, history in attempt.history.items():
-            offset = time.at(history.begin)
+            offset = run.active_s(history.begin)
             points = [(offset + at, y) for at, y in points_of(history)]
             series.setdefault(task, []).extend([(offset, math.nan), *points] if points else [])
     moving = [(task, ps) for task, ps in sorted(series.items()) if any(y > 0 for _, y in ps)]
@@ -266,39 +255,7 @@ def _chart_by_task(
         Series(name=task, points=points, colour=i, is_dashed=bool(i % 2))
         for i, (task, points) in enumerate(moving[:NUM_COLOURS])
     ]
-    return chart(title, lines, x_label="seconds from the first start" + time.remark)
-
-
-@dataclass(frozen=True, slots=True)
-class FoldedTime:
-    """Seconds from the start of a run, without most of the long gaps between its attempts."""
-
-    begin: float
-    gaps: tuple[tuple[float, float], ...]
-    """Begin and end of each gap that is folded."""
-    width: float
-    """Seconds that a folded gap takes."""
-
-    @classmethod
-    def of(cls, run: RunRecord) -> FoldedTime:
-        """Fold each gap that is longer than a tenth of the attempts together, and than 10 s."""
-        spans = [(a.begin, a.end) for a in run.attempts if a.begin is not None and a.end]
-        active = sum(end - begin for begin, end in spans)
-        gaps = ((end, begin) for (_, end), (begin, _) in itertools.pairwise(spans))
-        long = tuple(gap for gap in gaps if gap[1] - gap[0] > max(10.0, active / 10))
-        return cls(run.begin, long, active / 40)
-
-    def at(self, moment: float) -> float:
-        position = moment - self.begin
-        for left, right in self.gaps:
-            inside = min(max(0.0, moment - left), right - left)
-            position -= inside * (1 - self.width / (right - left))
-        return position
-
-    @property
-    def remark(self) -> str:
-        """Return the end of an axis label, empty if no gap is folded."""
-        return ", without gaps between attempts" if self.gaps else ""
+    return chart(title, lines, x_label="seconds of all attempts")
 
 
 def _totals(run: RunRecord) -> dict[str, dict[str, float]]:
@@ -371,23 +328,6 @@ def _counts(counts: Sequence[tuple[str, int]], more: Callable[[float], str]) -> 
     return f'<div class="rows">{rows}</div>'
 
 
-def _checkpoints(run: RunRecord) -> str:
-    rows = [
-        [
-            code(one.name),
-            number(one.step),
-            f"{one.size_bytes / 1e6:,.1f} MB",
-            clock(one.at),
-            "complete" if one.is_whole else '<span class="warn">incomplete</span>',
-        ]
-        for one in run.checkpoints[-MAX_ROWS:]
-    ]
-    resumed = run.summary.get("resumed_from_step")
-    note = f'<p class="note">The last attempt resumed at step {resumed:,}.</p>' if resumed else ""
-    head = ["checkpoint", "step", "size", "written", ""]
-    return card(table(head, rows) + note) if rows else ""
-
-
 def _what_ran(run: RunRecord) -> str:
     job, versions = run.job, run.job.get("versions", {})
     hosts = sorted({span.host for a in run.attempts for span in a.tasks if span.host})
@@ -397,6 +337,7 @@ def _what_ran(run: RunRecord) -> str:
         "hosts": escape(", ".join(hosts) or job.get("host", "")),
         "CPUs": escape(str(job.get("cpus", ""))),
         "versions": escape(", ".join(f"{name} {version}" for name, version in versions.items())),
+        "resumed from step": code(run.summary.get("resumed_from_step")),
         "weights": code(run.summary.get("weights_sha256")),
     }
     config = pairs({name: code(value) or UNKNOWN for name, value in flat(run.config).items()})
@@ -433,13 +374,17 @@ def _timeline(run: RunRecord, legend: str) -> str:
     ends = [attempt.end for attempt in run.attempts if attempt.end is not None]
     if not run.begin or not ends or max(ends) <= run.begin:
         return ""
-    time = FoldedTime.of(run)
-    shown = Scale(0.0, time.at(max(ends)), 0.0, 1.0)
+    shown = Scale(0.0, run.active_s(max(ends)), 0.0, 1.0)
 
     def place(moment: float) -> float:
-        return shown.at(time.at(moment))
+        return shown.at(run.active_s(moment))
 
-    rows = _scale(shown.high)
+    # More labels would overlap on a phone.
+    labels = "".join(
+        f'<span style="left:{100 * part:g}%">{duration(part * shown.high)}</span>'
+        for part in (0.0, 0.5, 1.0)
+    )
+    rows = f'<span></span><div class="scale">{labels}</div>'
     for attempt in run.attempts[-MAX_ROWS:]:
         rows += _head(attempt)
         rows += "".join(_row(attempt, span, place, max(ends)) for span in attempt.tasks[:MAX_ROWS])
@@ -448,27 +393,16 @@ def _timeline(run: RunRecord, legend: str) -> str:
         for view in attempt.views[-MAX_ROWS:]:
             members = escape(", ".join(map(str, view["members"])))
             rows += f'<span class="soft">from step {view["step"]:,}</span><span>{members}</span>'
-    folded = ", ".join(duration(right - left) for left, right in time.gaps)
+    gaps = ", ".join(duration(right - left) for left, right in run.gaps)
     note = f'<p class="note">From {clock(run.begin)} to {clock(max(ends))}.'
-    note += f" Gaps between attempts are folded: {folded}.</p>" if folded else "</p>"
+    note += f" Gaps between attempts are left out: {gaps}.</p>" if gaps else "</p>"
     return card(f'{legend}<div class="rows">{rows}</div>{note}')
-
-
-def _scale(seconds: float) -> str:
-    """Return the labels at begin, middle and end. More labels would overlap on a phone."""
-    labels = "".join(
-        f'<span style="left:{100 * part:g}%">{duration(part * seconds)}</span>'
-        for part in (0.0, 0.5, 1.0)
-    )
-    return f'<span></span><div class="scale">{labels}</div>'
 
 
 def _head(attempt: AttemptRecord) -> str:
     facts = []
     if attempt.first_step_s is not None:
         facts.append(f"first step after {duration(attempt.first_step_s)}")
-    if attempt.restart_s is not None:
-        facts.append(f"restarted in {duration(attempt.restart_s)} after the failure")
     facts.append("runs" if attempt.exit_code is None else f"exit code {attempt.exit_code}")
     return f'<div class="head">Attempt {attempt.number} <span>{", ".join(facts)}</span></div>'
 

@@ -221,7 +221,7 @@ def _hits(shown: Sequence[Series], x_of: Scale, x_label: str) -> list[str]:
 
 
 MAX_ROWS = 60
-"""Maximum rows of attempts, tasks of a timeline, failures, checkpoints and fields."""
+"""Maximum rows of attempts, tasks of a timeline, failures and fields."""
 
 
 def section(title: str, content: str) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,7 +19,6 @@ from tfdist.outputs.run_directory import COUNTERS, DONE, Evaluations, RunDirecto
 from tfdist.outputs.sweep_journal import JOURNAL
 
 REPORT_FILE, LIVE_FILE, HISTORY_FILE = "report.json", "live.json", "history.json"
-_CHECKPOINT = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,23 +71,11 @@ class AttemptRecord:
     end: float | None
     tasks: tuple[TaskSpan, ...]
     first_step_s: float | None = None
-    restart_s: float | None = None
     failures: Sequence[Mapping[str, Any]] = ()
     """Failures in the launcher's report. ``followed`` says how the job continued."""
     history: Mapping[str, TaskHistory]
     views: Sequence[Mapping[str, Any]] = ()
     """Members of an elastic job, each with the step from which they worked together."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SavedCheckpoint:
-    """A checkpoint on the disk."""
-
-    name: str
-    step: int
-    size_bytes: int
-    at: float
-    is_whole: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +92,6 @@ class RunRecord:
     metrics: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Mapping[str, Any], ...]
     attempts: tuple[AttemptRecord, ...]
-    checkpoints: tuple[SavedCheckpoint, ...]
     live: Mapping[str, Any]
 
     @property
@@ -147,6 +132,18 @@ class RunRecord:
         """Return the time from the first start to the last end."""
         ends = [a.end for a in self.attempts if a.end is not None]
         return max(ends) - self.begin if self.begin and ends else None
+
+    @property
+    def gaps(self) -> list[tuple[float, float]]:
+        """Return end and begin of the attempts before and after each gap."""
+        spans = [(a.begin, a.end) for a in self.attempts if a.begin is not None and a.end]
+        gaps = ((end, begin) for (_, end), (begin, _) in itertools.pairwise(spans))
+        return [(end, begin) for end, begin in gaps if begin > end]
+
+    def active_s(self, moment: float) -> float:
+        """Return the seconds of the attempts before a moment, without the gaps between them."""
+        idle = sum(min(max(0.0, moment - end), begin - end) for end, begin in self.gaps)
+        return moment - self.begin - idle
 
     def points(self, name: str) -> list[tuple[float, float]]:
         """Return a metric over the steps, with NaN for non-finite values (null in the file).
@@ -223,7 +220,6 @@ def job_in(run_dir: str | None) -> Path:
 
 
 def _written_at(path: Path, files: Sequence[str]) -> float:
-    """Return the time of the last write to one of a run's files, 0 without such a file."""
     times = [0.0]
     for name in files:
         with contextlib.suppress(OSError):
@@ -277,7 +273,10 @@ def _read(path: Path) -> RunRecord:
     is_reported = any(attempt.number == live.get("attempt") for attempt in attempts)
     if live and not is_reported and (is_going or live.get("state") != "ended"):
         attempts.append(_unfinished(live, path, is_going=is_going))
-    is_done = summary.get("status") == DONE and not is_going and _is_later(summary, attempts)
+    known = [at for attempt in attempts for at in (attempt.begin, attempt.end) if at is not None]
+    ended_at = moment(summary.get("ended_at"))
+    is_newer = ended_at is not None and ended_at > max(known, default=0.0)
+    is_done = summary.get("status") == DONE and not is_going and is_newer
     return RunRecord(
         path=path,
         name=path.resolve().name,
@@ -288,16 +287,8 @@ def _read(path: Path) -> RunRecord:
         metrics=tuple(metrics),
         evaluations=tuple(Evaluations(directory.checkpoints).lines()),
         attempts=tuple(attempts),
-        checkpoints=tuple(_checkpoints(directory.checkpoints)),
         live=live if is_going else {},
     )
-
-
-def _is_later(summary: Mapping[str, Any], attempts: Sequence[AttemptRecord]) -> bool:
-    """Return whether the summary is newer than the launcher's last attempt."""
-    ended_at = moment(summary.get("ended_at"))
-    known = [at for attempt in attempts for at in (attempt.begin, attempt.end) if at is not None]
-    return ended_at is not None and ended_at > max(known, default=0.0)
 
 
 def _status(report: Mapping[str, Any], summary: Mapping[str, Any], *, is_going: bool) -> str:
@@ -331,7 +322,6 @@ def _attempt(entry: Mapping[str, Any], path: Path) -> AttemptRecord:
         begin=min(begins, default=None),
         end=max((span.end for span in spans if span.end is not None), default=None),
         first_step_s=entry.get("first_step_s"),
-        restart_s=entry.get("restart_s"),
         tasks=spans,
         failures=failures,
         history=history,
@@ -369,7 +359,6 @@ def _failures(entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _history(path: Path, number: int) -> tuple[float | None, dict[str, TaskHistory]]:
-    """Return the start time of an attempt and the history of its tasks."""
     told = read_json(path / "logs" / f"attempt-{number}" / HISTORY_FILE)
     if told is None:
         return None, {}
@@ -410,22 +399,3 @@ def _unfinished(live: Mapping[str, Any], path: Path, *, is_going: bool) -> Attem
         tasks=spans,
         history=history,
     )
-
-
-def _checkpoints(folder: Path) -> list[SavedCheckpoint]:
-    found = []
-    for path in sorted(folder.glob("step-*")):
-        match = _CHECKPOINT.fullmatch(path.name)
-        with contextlib.suppress(OSError):  # it may be deleted meanwhile
-            files = [file.stat() for file in path.rglob("*") if file.is_file()]
-            if match is not None and files:
-                found.append(
-                    SavedCheckpoint(
-                        name=path.name,
-                        step=int(match[1]),
-                        size_bytes=sum(file.st_size for file in files),
-                        at=max(file.st_mtime for file in files),
-                        is_whole=(path / "manifest.json").is_file(),
-                    )
-                )
-    return found

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from tfdist.errors import TfdistError, require
 from tfdist.files import is_held
-from tfdist.outputs.sweep_journal import JOURNAL, LOCK, TRIALS, SweepState, Trial, fold, read
+from tfdist.outputs.sweep_journal import JOURNAL, LOCK, SweepState, fold, read
 from tfdist.report.pieces import (
     Series,
     badge,
@@ -25,7 +22,7 @@ from tfdist.report.pieces import (
     text,
     words,
 )
-from tfdist.report.run_records import RunRecord, read_run, reading
+from tfdist.report.run_records import reading
 
 _MAX_TRIALS = 500
 _MAX_COLUMNS = 10
@@ -47,16 +44,9 @@ def is_sweep(path: Path) -> bool:
 
 
 def read_sweep(path: Path) -> SweepRecord:
-    """Return the sweep of a directory, or raise UsageError if it is damaged or has no trials."""
+    """Return the sweep of a directory, or raise UsageError if it is damaged."""
     with reading(path):
         state = fold(read(path / JOURNAL))
-    require(
-        state.trials,
-        str(path / JOURNAL),
-        "no trial of the sweep has started",
-        fix="wait for the first trial, or pass another directory",
-        code="not-a-sweep",
-    )
     status = "finished"
     if is_held(path / LOCK):
         status = "running"
@@ -65,28 +55,7 @@ def read_sweep(path: Path) -> SweepRecord:
     return SweepRecord(path=path, name=path.resolve().name, status=status, state=state)
 
 
-def runs_of_best(sweep: SweepRecord, *, most: int) -> list[RunRecord]:
-    """Return the runs of the best trials, except runs that are missing or damaged.
-
-    A run that several hyperband trials share is returned once.
-    """
-    runs, best = [], dict[str, Trial]()
-    for trial in _ranked(sweep.state):
-        best.setdefault(trial.run, trial)
-    for trial in [*best.values()][:most]:
-        with contextlib.suppress(TfdistError):
-            run = read_run(sweep.path / TRIALS / trial.run)
-            runs.append(replace(run, name=f"{sweep.name}, trial {trial.id}"))
-    return runs
-
-
-def _ranked(state: SweepState) -> list[Trial]:
-    """Return all trials, best first, trials without a score last."""
-    return [*state.ranked(), *(trial for trial in state.trials.values() if trial.score is None)]
-
-
-def sweep_section(sweep: SweepRecord, index: int, link_of: Mapping[Path, str]) -> str:
-    """Return the section of a sweep, with links to the trials' runs on the page (`link_of`)."""
+def sweep_section(sweep: SweepRecord, index: int) -> str:
     state, best = sweep.state, sweep.state.ranked()[:1]
     known = [
         (number(best[0].score if best else None), f"best {state.begun['objective']}"),
@@ -101,7 +70,7 @@ def sweep_section(sweep: SweepRecord, index: int, link_of: Mapping[Path, str]) -
         f'<p class="path">{escape(str(sweep.path))}</p>'
         f'<p class="soft">{escape(state.finished or "")}</p>'
         f"{figures(known)}{section('Scores', cards([_scores(state)]))}"
-        f"{section('Trials', _trials(sweep, link_of))}</section>"
+        f"{section('Trials', _trials(state))}</section>"
     )
 
 
@@ -115,12 +84,12 @@ def _scores(state: SweepState) -> str:
     return chart(title, series, x_label="completed trials", from_zero=False)
 
 
-def _trials(sweep: SweepRecord, link_of: Mapping[Path, str]) -> str:
-    state, names = sweep.state, sweep.state.varied[:_MAX_COLUMNS]
-    best = state.ranked()[:1]
+def _trials(state: SweepState) -> str:
+    ranked, names = state.ranked(), state.varied[:_MAX_COLUMNS]
+    others = [trial for trial in state.trials.values() if trial.score is None]
     rows = [
         [
-            _name(trial, link_of.get(sweep.path / TRIALS / trial.run), is_best=trial in best),
+            escape(trial.id) + (" ★" if trial in ranked[:1] else ""),
             f'<span class="{escape(trial.status)}">{escape(trial.status)}</span>',
             number(trial.score),
             duration(trial.seconds),
@@ -128,12 +97,7 @@ def _trials(sweep: SweepRecord, link_of: Mapping[Path, str]) -> str:
             *(escape(text(trial.hyperparameters.get(name))) for name in names),
             escape(trial.reason),
         ]
-        for trial in _ranked(state)[:_MAX_TRIALS]
+        for trial in [*ranked, *others][:_MAX_TRIALS]
     ]
     head = ["trial", "status", escape(state.begun["objective"]), "time", "starts"]
     return card(table([*head, *map(escape, names), ""], rows))
-
-
-def _name(trial: Trial, link: str | None, *, is_best: bool) -> str:
-    name = escape(trial.id) + (" ★" if is_best else "")
-    return f'<a href="{link}">{name}</a>' if link else name

@@ -29,7 +29,6 @@ from tfdist.cluster import (
 from tfdist.cluster.local_only import restricting_server
 from tfdist.errors import UsageError, end_mistakes_in_one_line, require, require_one_of
 from tfdist.kinds import load
-from tfdist.options import LAUNCHED
 from tfdist.renamed import without_renamed
 from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.collectives import share_generators
@@ -100,9 +99,6 @@ def make_strategy(  # noqa: PLR0913
     made = current_job()
     if made is not None:
         return _same(made, kind, placement).strategy
-    legacy = settings.legacy_keras(os.environ)
-    if legacy and LAUNCHED not in os.environ:  # otherwise the launcher has logged it
-        _LOG.warning("%s", legacy)
     devices.require_unused_runtime()
     of_some = {"min_workers": min_workers, "split_bytes": split_bytes}
     options = _options(
@@ -140,6 +136,8 @@ def make_strategy(  # noqa: PLR0913
         # Start the watch now: the chief may exit before this task asks for its exit.
         rendezvous.chief_watch(config, timeout_s=options.startup_timeout_s)
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
+    if job.is_chief and os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True"):
+        _LOG.warning("TF_USE_LEGACY_KERAS: tf.keras is Keras 2, whose models tfdist refuses")
     uses = {**dict.fromkeys(of_some, kind.has_servers), "pipeline": kind.has_stages}
     uses["communication_options"] = kind.has_tensorflow_servers and kind.is_synchronous
     given = {**of_some, "pipeline": pipeline, "communication_options": communication_options}

@@ -169,7 +169,6 @@ def _variables(request: JobRequest, *, kind: str) -> dict[str, str]:
 
 
 def _annotations(request: JobRequest, *, kind: str) -> Mapping[str, str]:
-    """Return the annotations with a pod's restart counts, by the variables that read them."""
     made = {RESTARTS: "jobset.sigs.k8s.io/restart-attempt"}
     if kind == "job":
         made = {
@@ -180,7 +179,6 @@ def _annotations(request: JobRequest, *, kind: str) -> Mapping[str, str]:
 
 
 def _numbers(count: int) -> str:
-    """Return the numbers of pods in the syntax of a node list."""
     return "0" if count == 1 else f"[0-{count - 1}]"
 
 
@@ -191,7 +189,6 @@ def _clock(total_s: int) -> str:
 
 
 def _block(text: str, width: int) -> str:
-    """Indent the lines of a text. The template adds the last newline."""
     return textwrap.indent(text.strip("\n"), " " * width)
 
 

@@ -90,7 +90,6 @@ def _warn(lines: Iterable[str]) -> None:
 
 
 def _answer(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a scheduler's command with a text as its input. Raise a one-line error if it fails."""
     try:
         answer = subprocess.run(
             argv, input=text, capture_output=True, text=True, errors="replace", timeout=_DEADLINE_S

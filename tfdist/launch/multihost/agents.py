@@ -227,7 +227,8 @@ class Hub:
         self._why: dict[int, str] = {}
         self._news: list[News] = []
         self._selector = selectors.EpollSelector()
-        self._next_s = 0.0
+        self.next_s = 0.0
+        """Latest time for the next call of `turn`."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when an agent has sent data."""
@@ -251,15 +252,10 @@ class Hub:
         """Return the address of a host with a connected agent."""
         return self._addresses[rank]
 
-    @property
-    def next_s(self) -> float:
-        """Return the latest time for the next call of `turn`."""
-        return self._next_s
-
     def turn(self) -> None:
         """Start agents, read, write, and remove lost agents."""
         now_s = self._clock()
-        self._next_s = now_s + LOOK_EVERY_S
+        self.next_s = now_s + LOOK_EVERY_S
         for rank in [rank for rank, at_s in self._again.items() if now_s >= at_s]:
             del self._again[rank]
             try:

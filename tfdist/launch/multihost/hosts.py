@@ -172,8 +172,10 @@ def decided_group(
 
 def terms(environ: Mapping[str, str], *, program: Program, program_file: str) -> dict[str, str]:
     """Return this host's versions, digests and variables that must be equal on all hosts."""
+    versions = host_agreement.versions_of_hosts()
     return {
-        **host_agreement.versions(),
+        **versions,
+        "Python": versions["Python"].rpartition(".")[0],
         f"the hash of {program.name}": host_agreement.digest(program_file),
         **{f"the hash of {p}": host_agreement.digest(p) for p in _config_files(program.args)},
         **host_agreement.variables(environ),
@@ -181,7 +183,6 @@ def terms(environ: Mapping[str, str], *, program: Program, program_file: str) ->
 
 
 def _config_files(args: Sequence[str]) -> list[str]:
-    """Return the config files in a program's arguments, ``--config=F`` or ``--config F``."""
     following = itertools.zip_longest(args, args[1:], fillvalue="")
     return [
         (text if equals else after).partition(":")[0]
@@ -208,7 +209,6 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
 
 
 def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
-    """Return the number of tasks for each host of a scheduler."""
     kind = options.kind
     require(
         not kind.is_one_process,

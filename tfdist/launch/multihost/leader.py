@@ -204,11 +204,6 @@ class Team:
             return self._local.state_of(task)
         return self._states.get(task, "S")
 
-    @property
-    def is_held_up(self) -> bool:
-        """Return whether tasks wait because the launcher's output is blocked."""
-        return self._screen.out.is_full
-
     def wait(self, timeout_s: float | None) -> Sequence[Event]:
         """Return the events since the last call, after at most `timeout_s` seconds."""
         self._turn()
@@ -249,7 +244,6 @@ class Team:
         self._events.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
 
     def _receive(self, rank: int, message: Message) -> None:
-        """Process a message of an agent. Ignore malformed messages."""
         try:
             if "event" in message:
                 self._event(rank, message)
