@@ -15,6 +15,7 @@ from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError, named
 from tfdist.launch.events import (
     NO_SENSE,
     Acquaint,
+    AnswerResize,
     Ended,
     Event,
     GoOn,
@@ -176,7 +177,7 @@ class Team:
             for rank in self.hub.present:
                 self.hub.send(rank, encode_action(action))
             return None
-        if isinstance(action, ShowView | GoOn | Acquaint):
+        if isinstance(action, ShowView | GoOn | Acquaint | AnswerResize):
             return None  # an elastic job runs on one host
         task, rank = action.task, self.host_of[action.task]
         if not rank:
