@@ -226,21 +226,33 @@ def test_an_eager_model_is_refused_with_settings_of_a_run(make):
     assert refused(call) == ("tfdist.fit", "eager")
 
 
+@pytest.mark.parametrize(
+    ("kind", "chief", "says"),
+    [("multiworker", "worker", "each task trains its own"), ("ps", "chief", "only the chief")],
+)
 def test_a_model_outside_the_scope_of_a_job_of_several_tasks_is_told(
-    strategies, monkeypatch, caplog
+    kind, chief, says, strategies, monkeypatch, caplog
 ):
-    workers = {"worker": ["a:1", "b:1"]}
-    environ = {
-        "TF_CONFIG": json.dumps({"cluster": workers, "task": {"type": "worker", "index": 0}})
-    }
+    others = {"chief": ["c:1"], "ps": ["d:1"]} if kind == "ps" else {}
+    cluster = {"worker": ["a:1", "b:1"], **others}
+    environ = {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": chief, "index": 0}})}
     monkeypatch.setattr(job, "_made", [])
     config = read_environment(environ)
-    job.remember(Job(strategy=strategies[1], kind=KINDS["multiworker"], config=config))
+    job.remember(Job(strategy=strategies[1], kind=KINDS[kind], config=config))
     warn_once.cache_clear()
     compiled().fit(X, Y, verbose=0)
     (line,) = [r.message for r in caplog.records if "outside strategy.scope()" in r.message]
     assert "test_model_fit.py:" in line
-    assert "each task trains a separate model" in line
+    assert says in line
+
+
+def test_a_single_step_of_a_pipeline_is_refused_without_advice_that_it_refuses(
+    strategies, monkeypatch
+):
+    monkeypatch.setattr(job, "_made", [])
+    model = InScope(strategies[1], "pipeline")()
+    error = refusal(lambda: model.train_on_batch(X[:4], Y[:4]))
+    assert (error.code, error.fix) == ("native-call", "call model.fit")
 
 
 def test_a_fit_for_each_epoch_traces_once(make, monkeypatch):

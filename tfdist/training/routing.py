@@ -77,10 +77,12 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
             return original(model, *args, **kwargs)
     if name == "train_on_batch":
         assert job is not None
+        has_loop = not job.kind.has_stages and job.shards is None
+        own_loop = ", or write your own loop with tfdist.StepLoop" if has_loop else ""
         raise UsageError(
             f"{_place()}: model.{name}",
             f"strategy {job.kind} cannot run a single step",
-            fix="call model.fit, or write your own loop with tfdist.StepLoop",
+            fix=f"call model.fit{own_loop}",
             code="native-call",
         )
     if name.endswith("_on_batch"):
@@ -145,10 +147,10 @@ def _reason_for_keras(model: keras.Model, arguments: Mapping[str, Any]) -> str |
 
 def _tell_of_training_alone(job: Job, name: str) -> None:
     if job.config is not None and len(job.config.cluster.tasks()) > 1:
+        alone = "only the chief trains it" if job.kind.has_servers else "each task trains its own"
         warn_once(
-            f"{_place()}: model.{name} trains a model made outside strategy.scope(), so each task "
-            "trains a separate model. Fix: make and compile the model inside "
-            "`with strategy.scope():`"
+            f"{_place()}: model.{name} trains a model made outside strategy.scope(), so {alone}. "
+            "Fix: make and compile the model inside `with strategy.scope():`"
         )
 
 
