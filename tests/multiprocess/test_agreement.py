@@ -120,13 +120,13 @@ def job_by_hand(case, path):
 
 
 def test_runs_of_different_lengths_end_without_the_launcher_too(tmp_path):
-    ends = ("function, only once", "not endless", "not 7")
-    jobs = {case: job_by_hand(case, tmp_path / case) for case in (*ends, "steps", "results")}
+    ends = "function, only once"
+    jobs = {case: job_by_hand(case, tmp_path / case) for case in (ends, "steps", "results")}
     for job in jobs.values():
         next(job)
     for case, job in jobs.items():
         for index, line in enumerate(next(job)):
-            if case in ends:
+            if case == ends:
                 assert line.startswith(FEWER), case
             else:
                 place = f"sums over the workers: worker-{1 - index} runs sum "

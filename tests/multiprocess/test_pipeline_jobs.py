@@ -159,11 +159,10 @@ def test_a_run_whose_stage_was_killed_ends_with_the_bits_of_one_that_was_not(
         assert {**seen, "held": None} == {**expected, "held": None}
 
 
-@pytest.mark.parametrize("task", [0, 1])
-def test_a_run_killed_before_its_first_checkpoint_keeps_its_cut(seen_by, tmp_path, task):
+def test_a_run_killed_before_its_first_checkpoint_keeps_its_cut(seen_by, tmp_path):
     _, expected = seen_by("early", 2, 2)
-    code, said, tasks = run(tmp_path, f"early-{task}", stages=2, flags=["--max_restarts=1"])
+    code, said, tasks = run(tmp_path, "early-0", stages=2, flags=["--max_restarts=1"])
     assert code == EXIT_OK, said
-    assert f"worker-{task} failed first: killed by SIGKILL" in said
+    assert "worker-0 failed first: killed by SIGKILL" in said
     for seen, wanted in zip(tasks, expected, strict=True):
         assert {**seen, "held": None} == {**wanted, "held": None}

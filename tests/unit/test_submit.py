@@ -18,7 +18,7 @@ from tests.unit.submit import PODS, SLURM, manifest, printed, refused, run
 from tfdist.options import LaunchFlags, names_of, table
 from tfdist.submit import schedulers
 from tfdist.submit.command_line import parse
-from tfdist.submit.render import escape_dollars, manifests
+from tfdist.submit.render import manifests
 
 # Whole files: launch/
 
@@ -178,11 +178,6 @@ def test_what_a_user_writes_reaches_a_pod(kind, words):
     args = [expanded(text) for text in container["args"]]
     assert args == ["python", "-m", "my.program", *words]
     assert [expanded(e["value"]) for e in container["env"] if e["name"] == "NOTE"] == [note]
-
-
-@given(st.text(alphabet="$()aB {", max_size=12))
-def test_kubernetes_replaces_nothing_in_what_a_user_wrote(text):
-    assert expanded(escape_dollars(text)) == text
 
 
 def test_arguments_and_variables_reach_the_tasks_of_slurm(tmp_path):

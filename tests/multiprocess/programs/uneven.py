@@ -33,10 +33,6 @@ def only_once():
     return unknown(lambda: batches)
 
 
-def claiming(count):
-    return unknown().apply(tf.data.experimental.assert_cardinality(count))
-
-
 class Batches(keras.utils.PyDataset):
     def __len__(self):
         return COUNT
@@ -87,8 +83,6 @@ CASES = {
     # the last one, as the tasks cannot go on together
     "only once": lambda: fit(only_once(), steps_per_epoch=7),
     "function, only once": lambda: fit(lambda context: only_once(), steps_per_epoch=7),
-    "not endless": lambda: fit(claiming(tf.data.INFINITE_CARDINALITY), steps_per_epoch=7),
-    "not 7": lambda: fit(claiming(7)),
     "steps": lambda: loop().run(COUNT),
     "results": lambda: [loop().run(3), INDEX and loop().run(2), loop().results()],
 }
