@@ -120,22 +120,17 @@ def _check_proxies(environ: Mapping[str, str], hosts: Sequence[str]) -> Findings
 
 
 def check_file(name: str) -> Findings:
-    """Yield the mistakes in TF_CONFIG (.json), a config file (.py) or an environment (.env)."""
+    """Yield the mistakes in TF_CONFIG (.json) or a config file (.py)."""
     path = Path(name)
     if path.suffix == ".py":
         yield from check_command(["tfdist", "train", f"--config={name}"], subject=name)
         return
-    if path.suffix not in (".json", ".env"):
-        fix = "use .json for TF_CONFIG, .py for a config file, and .env for the output of env"
+    if path.suffix != ".json":
+        fix = "use .json for TF_CONFIG, and .py for a config file"
         yield Finding(subject=name, problem="the kind of this file is unknown", fix=fix)
         return
     with reading_file("command line", repr(name), expected="a text file"):
         text = path.read_text(encoding="utf-8")
-    if path.suffix == ".env":
-        pairs = (line.partition("=") for line in text.splitlines())
-        found = check_environment({key: value for key, equals, value in pairs if equals})
-        yield from (dataclasses.replace(one, subject=f"{name} {one.subject}") for one in found)
-        return
     try:
         yield from _check_cluster(decode(text))
     except UsageError as error:
@@ -368,7 +363,7 @@ def _parser() -> Parser:
         "Config files run. Exit code: 0 no findings, 1 warnings, 2 errors.",
     )
     add = parser.add_argument
-    files = "TF_CONFIG (.json), a config file (.py), or the output of env (.env)"
+    files = "TF_CONFIG (.json) or a config file (.py)"
     add("files", nargs="*", metavar="FILE", help=files)
     for one in (*table(HostFlags).values(), table(JobOptions)["run_dir"]):
         add(f"--{one.name}", action="append" if one.repeated else "store", help=one.help)

@@ -447,7 +447,7 @@ def test_a_second_task_that_trains_alone_is_stopped_before_it_writes(launch, how
     assert job.end() == EXIT_USAGE
     assert len(list(Path().glob("written-*"))) == 1
     failure = report("run")["attempts"][0]["first_failure"]
-    assert re.search(r"program.py:\d+: ", failure["cause"])
+    assert re.match(r"(fit|train_on_batch|apply): worker-\d and ", failure["cause"])
     assert "train separate models, as no task called tfdist.make_strategy()" in failure["cause"]
     assert "Fix: add the line strategy = tfdist.make_strategy()" in job.text
     assert "with strategy.scope()" in job.text

@@ -50,8 +50,6 @@ def test_an_environment_is_read_as_a_task_reads_it(environ, says):
     [
         ("a.json", GOOD, None),
         ("a.json", GOOD.replace("index", "indx"), "TFC005"),
-        ("a.env", f"HOME=/x\nTF_CONFIG={GOOD}\n", None),
-        ("a.env", "TFDIST_STRATEGY=multi-worker\n", "TFDIST_STRATEGY"),
         ("a.toml", "[cluster]", "the kind of this file is unknown"),
         ("a.py", "from tfdist.configs import base\ndef get_config():\n    return base()\n", None),
         ("a.py", "def get_config():\n    return 3\n", "get_config"),

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -35,7 +34,7 @@ from tfdist.cluster.address import (
     ranks_of,
     shown,
 )
-from tfdist.cluster.placement import is_name, one_of, place, port_of_job, same_host
+from tfdist.cluster.placement import one_of, place, port_of_job, same_host
 from tfdist.cluster.settings import integer, needed, text
 from tfdist.cluster.tf_config import ClusterSpec, Task, TaskConfig
 from tfdist.errors import UsageError, require_one_of
@@ -155,13 +154,6 @@ def _check_mpi(environ: Mapping[str, str], world: _World, ranks: Sequence[str], 
                 f"{here[0]} to {here[-1]} on {host}",
                 f"map ranks by slot (mpirun --map-by slot), with the slots of {HOSTS}",
             )
-    own_host = text(environ, "PMIX_HOSTNAME")
-    if own_host and is_name(host) and not same_host(host, own_host):
-        raise _contradiction(
-            "PMIX_HOSTNAME",
-            f"rank {world.rank} runs on {shown(own_host)}, but {where} puts it on {host}",
-            f"list the hosts in {HOSTS} under these names, in mpirun's order",
-        )
 
 
 # Cluster resolver of Slurm: the variables that ``srun`` sets in a step's tasks.
@@ -236,14 +228,6 @@ def _nodes_of_ranks(environ: Mapping[str, str], *, count: int) -> list[str]:
             f"node{'s' * (len(tasks) > 1)}, but SLURM_STEP_NUM_TASKS={count} and "
             f"SLURM_STEP_NODELIST={shown(listed)}",
             "pass Slurm's variables on to the task unchanged",
-        )
-    distribution = text(environ, "SLURM_DISTRIBUTION").lower()
-    kind = re.split("[:,]", distribution)[0]
-    if kind not in ("", "block") and (kind not in ("cyclic", "plane") or max(tasks) > 1):
-        raise _contradiction(
-            "SLURM_DISTRIBUTION",
-            f"tfdist cannot derive the node of each task from {shown(distribution)}",
-            "run srun with --distribution=block",
         )
     return [name for name, number in zip(names, tasks, strict=True) for _ in range(number)]
 

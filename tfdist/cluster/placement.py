@@ -151,12 +151,6 @@ def same_host(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
-def is_name(host: str) -> bool:
-    """Return whether `host` is a host name, not an IP address or localhost."""
-    plain = host.strip("[]").lower()
-    return ":" not in plain and not plain.replace(".", "").isdigit() and plain != "localhost"
-
-
 def _ps_count(job_settings: JobSettings) -> int:
     kind = job_settings.kind
     if job_settings.ps is None:

@@ -109,7 +109,10 @@ def hold_ports(
                 for _ in range(n)
             ]
         except OSError as error:
-            raise _cannot_hold(n, error, among=among) from error
+            problem = f"tfdist cannot reserve {n} ports, one for each task ({error.strerror})"
+            fix = "start fewer tasks, raise the limit of open files (ulimit -n), or pass more ports"
+            fix += " (--ports). If a job just finished, wait a minute"
+            raise UsageError("ports", problem, fix=fix, code="no-free-port") from error
         stack.pop_all()
     return held
 
@@ -172,23 +175,6 @@ def ephemeral_ports() -> range:
     except (OSError, ValueError):
         return range(32_768, 61_000)
     return range(first, last + 1)
-
-
-def _cannot_hold(n: int, error: OSError, *, among: Sequence[int] | None) -> UsageError:
-    fix = "start fewer tasks"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        fix = "raise the limit of open files (ulimit -n)"
-    elif among is not None:
-        fix = (
-            f"pass a range larger than {among[0]} to {among[-1]} (--ports), or stop the processes "
-            "that use these ports (ss -tanp). If a job just finished, wait a minute"
-        )
-    return UsageError(
-        "ports",
-        f"tfdist cannot reserve {n} ports, one for each task of this host ({error.strerror})",
-        fix=fix,
-        code="no-free-port",
-    )
 
 
 class PortPool:

@@ -45,10 +45,15 @@ def main(argv: Sequence[str] = ()) -> None:
 
 
 def _serve(pipe: Pipe, *, address: str) -> int:
-    first = _first_message(pipe)
-    if first is None:
-        return EXIT_PEER_MISSING
-    first["at"] = address
+    messages: list[Message] = []
+    while not messages:
+        if pipe.lost:
+            return EXIT_PEER_MISSING
+        select.select([pipe], [], [], BEAT_EVERY_S)
+        pipe.turn()
+        messages = pipe.take_messages()
+    pipe.timeout_s = SILENT_S
+    first = {**messages[0], "at": address}
     try:
         os.chdir(first["cwd"])
     except OSError as error:
@@ -65,16 +70,6 @@ def _serve(pipe: Pipe, *, address: str) -> int:
 
     code: int = import_module(first["module"]).serve(first, pipe)
     return code
-
-
-def _first_message(pipe: Pipe) -> Message | None:
-    while not pipe.lost:
-        select.select([pipe], [], [], BEAT_EVERY_S)
-        pipe.turn()
-        if messages := pipe.take_messages():
-            pipe.timeout_s = SILENT_S
-            return messages[0]
-    return None
 
 
 def lock_host(run_dir: str, host: str, *, within_s: float, pipe: Pipe) -> int:

@@ -19,7 +19,6 @@ from typing import Any
 from tfdist.errors import UsageError
 
 _is_training = False
-_OF_LIBRARIES = ("keras", "tensorflow", "tfdist")
 
 
 def watch(module: ModuleType, owner: str, names: tuple[str, ...], *, task: str, claim: str) -> None:
@@ -73,7 +72,7 @@ def _begin(task: str, claim: str, *, name: str) -> None:
         first = task
     if first != task:
         error = UsageError(
-            f"{_caller()}: {name}",
+            name,
             f"{task} and {first} train separate models, as no task called tfdist.make_strategy()",
             fix="add the line strategy = tfdist.make_strategy() before the model, and the line "
             "with strategy.scope(): around the model and its compile, or pass --independent to "
@@ -83,13 +82,3 @@ def _begin(task: str, claim: str, *, name: str) -> None:
         error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph must not wrap it
         raise error
     _is_training = True
-
-
-def _caller() -> str:
-    frame = sys._getframe(2)
-    while frame.f_back and (
-        frame.f_globals.get("__name__", "").partition(".")[0] in _OF_LIBRARIES
-        or "__autograph_generated_file" in frame.f_code.co_filename
-    ):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -277,7 +277,7 @@ def _run_on_hosts(  # noqa: D417
     own = own or group.hosts[0]
     if pipe is None:
         is_here = group.num_tasks(0) > 0
-        own = own_address(own, other=group.others[0]) if is_here else socket.gethostname()
+        own = own_address(own, other=group.hosts[1]) if is_here else socket.gethostname()
     with (
         PortPool(group.num_tasks(group.rank), host=own, among=job.ports) as ports,
         SignalPipe() as signals,

@@ -42,17 +42,12 @@ class Machine:
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
     """Return the CPUs and GPUs allowed by CPU affinity, control group and environment."""
-    driver = any(Path(node).exists() for node in _GPU_NODES)
-    return Machine(cpus=_cpus(), gpus=_gpus_of_machine(environ), has_gpu_driver=driver)
-
-
-def _cpus() -> int:
-    allowed = len(os.sched_getaffinity(0))
-    try:
+    cpus = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
         quota, period = (_CGROUPS / "cpu.max").read_text().split()
-        return max(1, min(allowed, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no control group, or "max"
-        return allowed
+        cpus = max(1, min(cpus, math.ceil(int(quota) / int(period))))
+    driver = any(Path(node).exists() for node in _GPU_NODES)
+    return Machine(cpus=cpus, gpus=_gpus_of_machine(environ), has_gpu_driver=driver)
 
 
 def control_groups(membership: Path, *, root: Path = _CGROUPS) -> Iterator[Path]:

@@ -441,7 +441,7 @@ class JobProcesses:
         for console in self._screen.consoles:
             console.write()
             if console.is_full and not self._is_patient:
-                console.forget_backlog()
+                console.backlog.clear()
             is_watched = console.fd in self._selector.get_map()
             if console.is_waiting and not is_watched:
                 self.watch(console.fd, console.write, events=selectors.EVENT_WRITE)

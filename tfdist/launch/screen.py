@@ -29,17 +29,17 @@ class Console:
         self.fd = fd
         self.is_closed = False
         self._colour = colour
-        self._backlog = bytearray()
+        self.backlog = bytearray()
 
     @property
     def is_waiting(self) -> bool:
         """Return whether output is pending."""
-        return bool(self._backlog) and not self.is_closed
+        return bool(self.backlog) and not self.is_closed
 
     @property
     def is_full(self) -> bool:
         """Return whether so much output is pending that the tasks must wait."""
-        return len(self._backlog) > _BACKLOG_BYTES
+        return len(self.backlog) > _BACKLOG_BYTES
 
     def say(self, text: str) -> None:
         """Add lines of the launcher."""
@@ -56,7 +56,7 @@ class Console:
     def pass_on(self, line: bytes) -> None:
         """Add an unchanged line, such as a line from an agent."""
         if not self.is_closed:
-            self._backlog += line + b"\n"
+            self.backlog += line + b"\n"
 
     def write(self) -> None:
         """Write as much pending output as possible without waiting."""
@@ -69,22 +69,18 @@ class Console:
         while self.is_waiting and poll.poll(None if timeout_s is None else timeout_s * 1000):
             self._write_some()
 
-    def forget_backlog(self) -> None:
-        """Discard all pending output."""
-        self._backlog.clear()
-
     def _write_some(self) -> None:
         try:
-            written = os.write(self.fd, self._backlog[:_CHUNK_BYTES])
+            written = os.write(self.fd, self.backlog[:_CHUNK_BYTES])
         except BlockingIOError:  # another process has filled the pipe
             return
         except OSError as error:
             # A closed pipe stops the job. A closed terminal under nohup, or a full disk, does not
             # stop the job. The logs contain all output.
             self.is_closed = error.errno == errno.EPIPE
-            self._backlog.clear()
+            self.backlog.clear()
             return
-        del self._backlog[:written]
+        del self.backlog[:written]
 
 
 MAX_LINE_BYTES = 1 << 16
@@ -277,15 +273,10 @@ class JobScreen:
 def standard_screen(environ: Mapping[str, str], *, verbosity: int = 0) -> JobScreen:
     """Return a screen on this process's standard output and error."""
     out = _console(1, environ)
-    err = out if _is_same(1, 2) else _console(2, environ)
+    err = out if os.path.samestat(os.fstat(1), os.fstat(2)) else _console(2, environ)
     return JobScreen(out=out, err=err, verbosity=verbosity)
 
 
 def _console(fd: int, environ: Mapping[str, str]) -> Console:
     is_plain = environ.get("TERM") == "dumb" or environ.get("NO_COLOR")
     return Console(fd, colour=os.isatty(fd) and not is_plain)
-
-
-def _is_same(fd: int, other: int) -> bool:
-    one, two = os.fstat(fd), os.fstat(other)
-    return (one.st_dev, one.st_ino) == (two.st_dev, two.st_ino)

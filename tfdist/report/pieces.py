@@ -60,8 +60,6 @@ class Series:
     is_dashed: bool = False
     is_dots: bool = False
     """Whether to draw only the points, without a line."""
-    is_steps: bool = False
-    """Whether a value holds until the next point."""
 
     @property
     def known(self) -> list[tuple[float, float]]:
@@ -133,7 +131,14 @@ def chart(
     y_of = Scale(low, low + (high - low) * 1.04, _HEIGHT - _BOTTOM, _TOP)
     parts = [
         *_grid(x_of, y_of, x_label),
-        *(_mark(mark, x_of) for mark in marks if x_of.low <= mark.x <= x_of.high),
+        *(
+            f'<g><title>{escape(mark.text)}</title><line class="failure" x1="{x:.1f}" '
+            f'x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+            f'<path class="failure-head" d="M{x - 5:.1f} {_TOP - 9} h10 l-5 9 z"/></g>'
+            for mark in marks
+            for x in [x_of.at(mark.x)]
+            if x_of.low <= mark.x <= x_of.high
+        ),
         *(_line(one, x_of, y_of) for one in shown),
         f'<line class="crosshair" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM:g}"/>',
         *_hits(shown, x_of, x_label),
@@ -178,8 +183,6 @@ def _line(one: Series, x_of: Scale, y_of: Scale) -> str:
         if not math.isfinite(y) or one.is_dots:
             pieces.append([])
         if math.isfinite(y):
-            if one.is_steps and pieces[-1]:
-                pieces[-1].append((x_of.at(x), pieces[-1][-1][1]))
             pieces[-1].append((x_of.at(x), y_of.at(y)))
     return "".join(_piece(piece, f'class="{css}" style="{colour}"') for piece in pieces if piece)
 
@@ -190,15 +193,6 @@ def _piece(points: Sequence[tuple[float, float]], look: str) -> str:
         return f'<circle {look} cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
     text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return f'<polyline {look} points="{text}"/>'
-
-
-def _mark(mark: Mark, x_of: Scale) -> str:
-    x = x_of.at(mark.x)
-    return (
-        f'<g><title>{escape(mark.text)}</title><line class="failure" x1="{x:.1f}" '
-        f'x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
-        f'<path class="failure-head" d="M{x - 5:.1f} {_TOP - 9} h10 l-5 9 z"/></g>'
-    )
 
 
 def _hits(shown: Sequence[Series], x_of: Scale, x_label: str) -> list[str]:

@@ -78,7 +78,7 @@ def _scores(state: SweepState) -> str:
     points, best = list(enumerate(state.scores, 1)), list(enumerate(state.best_so_far, 1))
     series = [
         Series(name="trial", points=points, is_dots=True),
-        Series(name="best so far", points=best, colour=1, is_steps=True),
+        Series(name="best so far", points=best, colour=1),
     ]
     title = words(state.begun["objective"])
     return chart(title, series, x_label="completed trials", from_zero=False)

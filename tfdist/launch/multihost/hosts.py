@@ -52,11 +52,6 @@ class Group:
     has_evaluator: bool = False
 
     @property
-    def others(self) -> tuple[str, ...]:
-        """Return the other hosts of the job."""
-        return self.hosts[: self.rank] + self.hosts[self.rank + 1 :]
-
-    @property
     def chief_rank(self) -> int:
         """Return the first host that has tasks."""
         return next((rank for rank, count in enumerate(self.slots) if count), 0)

@@ -66,10 +66,6 @@ class Team:
         self._stopping_ranks: set[int] = set()
         self._local.watch(hub.fileno())
 
-    def name(self, rank: int) -> str:
-        """Return the name of a host in the user's spelling."""
-        return self._group.hosts[rank]
-
     def gather(self) -> int | None:
         """Wait until all hosts are ready. Return the signal of a stop request meanwhile, or `None`.
 
@@ -102,7 +98,7 @@ class Team:
         at |= {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
         versions = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
         return f"{len(at)} host{'s' * (len(at) > 1)}, all with {', '.join(versions)}: " + named(
-            f"{self.name(rank)} at {address}" for rank, address in at.items()
+            f"{self._group.hosts[rank]} at {address}" for rank, address in at.items()
         )
 
     def begin_attempt(self, number: int, *, restarts: int) -> Sequence[Task]:
@@ -120,7 +116,7 @@ class Team:
         self._ports.clear()
         tasks = self._group.tasks(sorted(at))
         self.host_of = dict(sorted((task, rank) for rank in tasks for task in tasks[rank]))
-        names = {str(task): self.name(rank) for task, rank in self.host_of.items()}
+        names = {str(task): self._group.hosts[rank] for task, rank in self.host_of.items()}
         plan = Attempt(
             number=number,
             restarts=restarts,
@@ -167,7 +163,7 @@ class Team:
         )
 
     def _named(self, ranks: Sequence[int]) -> str:
-        return named(f"{self.name(rank)} (rank {rank})" for rank in ranks)
+        return named(f"{self._group.hosts[rank]} (rank {rank})" for rank in ranks)
 
     # An attempt.
 
@@ -240,7 +236,7 @@ class Team:
 
     def _end(self, task: Task, why: str) -> None:
         rank = self._alive.pop(task)
-        cause = f"lost host {self.name(rank)}: {why}"
+        cause = f"lost host {self._group.hosts[rank]}: {why}"
         now_s = self._clock()
         self._events.append(Ended(task=task, status=EXIT_PEER_MISSING, at_s=now_s, cause=cause))
 
