@@ -229,8 +229,8 @@ class JobOptions(_Shape):
     )
     min_workers: int | None = option(
         None,
-        "ps: workers to start with if the others do not connect (default: all). elastic: workers "
-        "that the job needs (default: 1)",
+        "fewest workers: to start (ps), to restart without lost hosts (multiworker), to continue "
+        "(elastic) (default: all; elastic: 1)",
         least=1,
         strategies=kinds_that("has_servers") + kinds_that("can_shrink") + kinds_that("is_elastic"),
         variable="TFDIST_MIN_WORKERS",
@@ -341,7 +341,7 @@ class HostFlags:
     )
     on: str | None = option(
         None,
-        "starts the other hosts' agents as processes here, by ssh, by srun in a Slurm allocation, "
+        "start the other hosts' agents as processes here, by ssh, by srun in a Slurm allocation, "
         "or as actors of a Ray cluster (default: ssh with --hosts, else local)",
         choices=PLACES,
     )

@@ -36,7 +36,7 @@ _ENGINE: dict[str, Callable[..., Any]] = {
     "test_on_batch": inspect.unwrap(evaluate),
     "predict_on_batch": inspect.unwrap(predict),
 }
-"""Functions of the engine, without the return to the model's own method."""
+"""Functions of the engine, unwrapped: they do not call the model's own method."""
 _WITHOUT_INDEX = ("torch.utils.data", "grain.", "scipy.sparse")
 _fit_by: contextvars.ContextVar[Any] = contextvars.ContextVar("fit_by", default=None)
 
@@ -101,7 +101,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
 
 
 def _stays_in_keras(name: str, job: Job | None, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether Keras computes the result of the engine, or calls itself."""
+    """Return whether this call stays in Keras: the result is the same, or Keras made the call."""
     if "_use_cached_eval_dataset" in kwargs:  # an evaluation inside Keras' own fit
         return True
     if not name.endswith("_on_batch") or job is None or job.kind.has_stages:

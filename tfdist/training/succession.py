@@ -95,7 +95,7 @@ class Succession:
         callbacks.callbacks = listed
 
     def _states_of_same(self, own: Sequence[Any]) -> dict[str, Any]:
-        """Return the shared states, without classes of which the chief had another number."""
+        """Return the shared states of callback classes that both tasks have in equal numbers."""
         shared, mine = self.shared["states"], {name for name, _ in callback_state.with_names(own)}
         others = {name.rpartition("-")[0] for name in mine.symmetric_difference(shared)}
         lost = {n for n, s in shared.items() if s is not None and n.rpartition("-")[0] in others}
