@@ -114,6 +114,8 @@ class Job:
                 else:
                     self.lost(member)
             chaos(self, time.monotonic())
+        for port in self._held:
+            port.release()
         return set(self.digests.values())
 
     def see(self, member: int, message: dict) -> None:
@@ -216,37 +218,38 @@ def test_members_on_several_hosts_have_the_same_bits_after_kills(undisturbed, se
     assert job.run(chaos) == {undisturbed}
 
 
-def test_strangers_on_the_network_take_no_part(undisturbed):
-    """They have an own certificate, none, or are silent, and say that they are worker-2."""
-    job, pool, ends = Job(3, hosts=3), ThreadPoolExecutor(), []
-    hello = struct.pack("<II", 1, 2)
+def test_strangers_on_the_network_are_no_members():
+    """They are silent, say in the clear that they are worker-1, or have an own certificate."""
+    hello, held = struct.pack("<II", 1, 1), hold_ports(2)
+    addresses = {member: port.address for member, port in enumerate(held)}
+    links = [HostLinks(member, addresses) for member in addresses]
+    own = _context(certificate(), ssl.PROTOCOL_TLS_CLIENT)
+    own.verify_mode = ssl.CERT_NONE
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        control, _ = map(stack.enter_context, socket.socketpair())
+        for port in held:
+            stack.enter_context(port)
 
-    def heard(address: str) -> bytes:
-        own = _context(certificate(), ssl.PROTOCOL_TLS_CLIENT)
-        own.verify_mode = ssl.CERT_NONE
-        raw = socket.create_connection(split_address(address))
-        with contextlib.suppress(OSError), own.wrap_socket(raw) as end:
-            end.sendall(hello)
-            return end.recv(1)
-        return b""
+        def reached() -> socket.socket:
+            made = socket.create_connection(split_address(addresses[0]), DEADLINE_S / 6)
+            return stack.enter_context(made)
 
-    def chaos(job: Job, now_s: float) -> None:
-        if job.membership.epoch != 1 or ends:
-            return
-        for address in job.addresses.values():
-            ends.append(pool.submit(heard, address))
-            for text in (b"", hello):
-                ends.append(socket.create_connection(split_address(address)))
-                ends[-1].sendall(text)
-
-    with pool:
-        assert job.run(chaos) == {undisturbed}
-        assert len(ends) == 9
-        for end in ends:
-            if isinstance(end, socket.socket):
-                end.close()
-            else:
-                assert end.result(DEADLINE_S) == b""
+        for each in links:
+            each.use(PEM())
+            stack.callback(each.close)
+        accepted = pool.submit(links[0].accept, {1}, 1, control, lambda: None)
+        for text in (b"", hello):
+            reached().sendall(text)
+        with contextlib.suppress(OSError), own.wrap_socket(reached()) as stranger:
+            stranger.sendall(hello)
+            assert stranger.recv(1) == b""
+        with links[1].connect(0, 1, timeout_s=DEADLINE_S) as member:
+            (end,) = accepted.result(DEADLINE_S).values()
+            end.setblocking(True)
+            member.sendall(b"x")
+            with end:
+                assert end.recv(1) == b"x"
+                assert end.version() == "TLSv1.3"
 
 
 def job_of(mesh: Mesh) -> jobs.Job:
