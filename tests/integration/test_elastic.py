@@ -132,7 +132,7 @@ def test_a_successor_takes_no_state_of_a_class_with_another_number_of_callbacks(
     job.is_chief, listed = True, [First(), Second()]
     succession.take_over(CallbackList(listed), [], step=0)
     assert [callback.state for callback in listed] == [None, 3]
-    assert "First-0 and First-1: other callbacks than in the lost chief" in caplog.text
+    assert "First-0, First-1: other callbacks than in the lost chief" in caplog.text
 
 
 @pytest.mark.parametrize("cell", [c for c in table.CELLS if c not in REFUSED])

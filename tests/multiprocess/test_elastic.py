@@ -67,6 +67,21 @@ def test_another_worker_takes_over_from_a_lost_chief(tmp_path, undisturbed, faul
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
+def test_two_hosts_compute_the_same_bits_after_losses(tmp_path, undisturbed):
+    found, files, output = digests_of(
+        tmp_path / "run",
+        *("--hosts=127.0.0.1:1,127.0.0.2:2", "--on=local", "--max_restarts=1"),
+        FAULTS={"worker-1": ["on_epoch_begin", 1], "worker-0": ["on_epoch_begin", 4]},
+        JOINED="3",
+    )
+    assert found == {"worker-1": undisturbed[0], "worker-2": undisturbed[0]}, output
+    assert files == undisturbed[1], output
+    assert "worker-1 failed" in output
+    assert "takes over at step" in output
+    assert "as attempt 2" not in output
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
 def test_workers_leave_and_join_at_the_users_request(tmp_path, undisturbed):
     found, files, output = digests_of(
         tmp_path / "run", "--workers=3", RESIZES={"1": 1, "2": 4}, JOINED="2"

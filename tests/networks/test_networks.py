@@ -5,13 +5,14 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.jobs import PAUSE, children, report
+from tests.multiprocess.jobs import DEADLINE_S, PAUSE, children, report
 from tests.networks.conftest import ADDRESSES
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
@@ -104,6 +105,53 @@ def test_the_host_that_is_left_trains_to_the_end_where_that_was_asked_for(job, n
     assert "continuing without beta (rank 1), with 1 worker" in first.text
     assert summary()["resumed_from_step"] > 0
     assert (summary()["workers"], summary()["steps"]) == (1, 64)
+
+
+SAYS = """
+import tfdist
+tfdist.make_strategy()
+assert tfdist.broadcast("in the clear " * 5000) == "in the clear " * 5000
+"""
+LISTENS = """
+import select, socket, sys
+wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(3))
+print("on", flush=True)
+heard = bytearray()
+while not select.select([sys.stdin], [], [], 0)[0]:
+    if select.select([wire], [], [], 0.1)[0]:
+        heard += wire.recv(1 << 16)
+print(len(heard), b"in the clear" in heard, b"\\x17\\x03\\x03" in heard)
+"""
+
+
+@pytest.mark.timeout(1000)
+def test_an_elastic_job_goes_on_with_the_same_weights_without_the_other_host(job, launch, network):
+    alone = launch(TRAIN, *LAUNCH, "--elastic", "--workers=2", "--run_dir=run", args=FLAGS)
+    assert alone.end() == 0
+    undisturbed = summary()
+    Path("run").rename("alone")
+
+    network.slow_down(rate="20mbit")
+    first = train(job, "--elastic")
+    first.read_until(r"step (1[2-9]|[2-4]\d) of 64")
+    network.set_link("down")
+    assert first.end() == 0
+    assert "lost host beta" in first.text
+    (attempt,) = report("run")["attempts"]
+    assert len(attempt["views"][-1]["members"]) == 1
+    assert summary()["weights_sha256"] == undisturbed["weights_sha256"]
+    assert summary()["state_sha256"] == undisturbed["state_sha256"]
+
+
+def test_an_elastic_job_sends_no_plain_values(job, network):
+    command = [*network.inside("beta"), sys.executable, "-c", LISTENS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as listener:
+        assert listener.stdout.readline() == "on\n"
+        assert job(SAYS, *LAUNCH, "--elastic").end() == 0
+        size, is_plain, is_tls = listener.communicate("\n", timeout=DEADLINE_S)[0].split()
+    assert int(size) > 65_000
+    assert (is_plain, is_tls) == ("False", "True")
 
 
 SAVE = (

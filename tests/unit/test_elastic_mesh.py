@@ -1,6 +1,7 @@
 """Operations of elastic members over real sockets, with members that are killed at any point."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -8,25 +9,33 @@ import random
 import select
 import signal
 import socket
+import ssl
+import struct
 import sys
 import time
 import traceback
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from tfdist.cluster import hold_ports
+from tfdist.cluster.address import split_address
 from tfdist.elastic.engine import as_tensor
+from tfdist.elastic.host_links import HostLinks, _context
 from tfdist.elastic.mesh import Mesh, _read_lesson
 from tfdist.elastic.shards import aligned_like, tree_sum
 from tfdist.errors import PeerLost
 from tfdist.kinds import KINDS
 from tfdist.launch.membership import Fence, Go, Membership, View
+from tfdist.launch.multihost.hosts import certificate
 from tfdist.strategy import broadcast
 from tfdist.strategy import job as jobs
 from tfdist.training.succession import Succession
 
 SHARDS, STEPS, DEADLINE_S = 4, 40, 60.0
+PEM = functools.cache(certificate)
 
 
 def train(mesh: Mesh, steps: int) -> str:
@@ -55,7 +64,9 @@ def train(mesh: Mesh, steps: int) -> str:
 class Job:
     """A launcher of forked members, which kills members when `chaos` says so."""
 
-    def __init__(self, count: int, program=lambda mesh: train(mesh, STEPS)) -> None:
+    def __init__(self, count: int, program=lambda mesh: train(mesh, STEPS), hosts: int = 1) -> None:
+        self.hosts, self._held = hosts, hold_ports(count)
+        self.addresses = {member: port.address for member, port in enumerate(self._held)}
         self.membership = Membership(expected=count)
         self.ends: dict[int, socket.socket] = {}
         self.pids: dict[int, int] = {}
@@ -72,7 +83,8 @@ class Job:
                     end.close()
                 code = 1
                 try:
-                    digest = program(Mesh(theirs, member, names))
+                    links = HostLinks(member, self.addresses) if hosts > 1 else None
+                    digest = program(Mesh(theirs, member, names, links))
                     os.write(in_fd, digest.encode())
                     code = 0
                 except BaseException:
@@ -82,6 +94,8 @@ class Job:
             theirs.close()
             os.close(in_fd)
             self.ends[member], self.pids[member] = ours, pid
+            if hosts > 1:
+                self.tell(member, {"pem": PEM()})
             os.set_blocking(out_fd, True)
             self._outputs = {**getattr(self, "_outputs", {}), member: out_fd}
 
@@ -100,6 +114,8 @@ class Job:
                 else:
                     self.lost(member)
             chaos(self, time.monotonic())
+        for port in self._held:
+            port.release()
         return set(self.digests.values())
 
     def see(self, member: int, message: dict) -> None:
@@ -133,10 +149,12 @@ class Job:
                         for other in members[i + 1 :]:
                             pairs[one, other], pairs[other, one] = socket.socketpair()
                     for member in members:
-                        fds = [pairs[member, o].fileno() for o in members if o != member]
+                        here = [o for o in members if o % self.hosts == member % self.hosts]
+                        fds = [pairs[member, o].fileno() for o in here if o != member]
                         message = {
                             "go": epoch,
                             "members": members,
+                            "here": here,
                             "source": source,
                             "done": done,
                             "joining": [],
@@ -186,6 +204,54 @@ def test_survivors_of_random_kills_have_the_same_bits(undisturbed, seed):
     assert job.views > 1
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_members_on_several_hosts_have_the_same_bits_after_kills(undisturbed, seed):
+    draws = random.Random(seed)
+    job, steps = Job(4, hosts=2 + seed % 2), [draws.randrange(1, 40), draws.randrange(1, 40)]
+
+    def chaos(job: Job, now_s: float) -> None:
+        steps[0] -= 1
+        if job.membership.epoch and steps[0] < 0 and steps[1:]:
+            job.kill(draws.randrange(4))
+            steps.pop(0)
+
+    assert job.run(chaos) == {undisturbed}
+
+
+def test_strangers_on_the_network_are_no_members():
+    """They are silent, say in the clear that they are worker-1, or have an own certificate."""
+    hello, held = struct.pack("<II", 1, 1), hold_ports(2)
+    addresses = {member: port.address for member, port in enumerate(held)}
+    links = [HostLinks(member, addresses) for member in addresses]
+    own = _context(certificate(), ssl.PROTOCOL_TLS_CLIENT)
+    own.verify_mode = ssl.CERT_NONE
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        control, _ = map(stack.enter_context, socket.socketpair())
+        for port in held:
+            stack.enter_context(port)
+
+        def reached() -> socket.socket:
+            made = socket.create_connection(split_address(addresses[0]), DEADLINE_S / 6)
+            return stack.enter_context(made)
+
+        for each in links:
+            each.use(PEM())
+            stack.callback(each.close)
+        accepted = pool.submit(links[0].accept, {1}, 1, control, lambda: None)
+        for text in (b"", hello):
+            reached().sendall(text)
+        with contextlib.suppress(OSError), own.wrap_socket(reached()) as stranger:
+            stranger.sendall(hello)
+            assert stranger.recv(1) == b""
+        with links[1].connect(0, 1, timeout_s=DEADLINE_S) as member:
+            (end,) = accepted.result(DEADLINE_S).values()
+            end.setblocking(True)
+            member.sendall(b"x")
+            with end:
+                assert end.recv(1) == b"x"
+                assert end.version() == "TLSv1.3"
+
+
 def job_of(mesh: Mesh) -> jobs.Job:
     return jobs.Job(strategy=None, kind=KINDS["elastic"], ring=mesh, shards=SHARDS)
 
@@ -220,7 +286,7 @@ def test_states_of_callbacks_stay_if_the_chief_is_lost_while_it_shares_them():
 def only_member():
     """Yields a launcher's socket, and a mesh with one member."""
     launcher, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    go = {"members": [0], "done": 0, "source": 0, "behind": [], "joining": []}
+    go = {"members": [0], "here": [0], "done": 0, "source": 0, "behind": [], "joining": []}
     with launcher, end:
         for message in ({"view": 1}, {"go": 1, **go}):
             launcher.send(json.dumps(message).encode())

@@ -11,6 +11,7 @@ from tfdist.launch.job import run_job, with_variables
 from tfdist.launch.multihost.agents import shell_of
 from tfdist.launch.multihost.host_agreement import passed_variables, without_secrets
 from tfdist.launch.multihost.hosts import (
+    certificate,
     decided_group,
     is_own_address,
     is_this_host,
@@ -95,6 +96,18 @@ def test_own_addresses_are_bound_to_and_others_refused(monkeypatch):
     for host in ("192.0.2.1", "no-such-host.invalid"):
         refusal = refused(lambda host=host: own_address(host, other="127.0.0.1"))
         assert refusal == ("--hosts", "not-this-host")
+
+
+def test_an_elastic_job_may_have_several_hosts():
+    options = parse(["--elastic", "--hosts", "a,b:2", "x.py"])
+    assert options.kind.is_elastic
+    job, group = decided_group(options, {})
+    assert (job.strategy, job.workers, group.hosts[-2:]) == ("elastic", 3, ("a", "b"))
+
+
+def test_a_missing_openssl_is_a_line_before_the_job_starts(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert refused(certificate) == ("--elastic", "no-openssl")
 
 
 def test_agents_get_variables_that_tasks_read_and_those_that_are_named():

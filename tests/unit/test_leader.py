@@ -14,12 +14,17 @@ from tfdist.cluster import KINDS, Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
 from tfdist.launch import job
 from tfdist.launch.events import (
+    Acquaint,
     AskForStacks,
     Beat,
     Ended,
+    GoOn,
     KillOne,
+    MemberAcked,
     Raised,
+    Resize,
     ShowFailure,
+    ShowView,
     Signal,
     Start,
     Started,
@@ -85,6 +90,21 @@ def test_a_task_is_started_signalled_and_ended_where_it_is(world):
     world.local.perform.assert_called_once_with(Signal(W0, 15))
     assert world.hears(ended()) == [Ended(task=W1, status=3, at_s=NOW_S - 2)]
     world.screen.keep_last_lines.assert_called_once_with(W1, ("last",))
+
+
+def test_members_of_a_view_on_all_hosts_are_told(world):
+    view = ShowView(epoch=1, members=(W0, W1))
+    go = GoOn(epoch=1, members=(W0, W1), done=0, source=W0, behind=(), joining=())
+    pair = Acquaint(joining=W2, member=W0, is_ready=False)
+    for action in (view, go, pair):
+        world.processes.perform(action)
+        assert sorted(rank for rank, _ in world.sent[-2:]) == [1, 2]
+        assert decode_action(world.sent[-1][1]) == action
+        world.local.perform.assert_called_with(action)
+    ack = {"event": "memberacked", "task": "worker-1", "epoch": 1, "done": 0, "has_state": False}
+    assert world.hears(ack) == [MemberAcked(task=W1, epoch=1, done=0, has_state=False)]
+    world.here.append(Resize(workers=3))
+    assert list(world.processes.wait(None)) == []
 
 
 @pytest.mark.parametrize(

@@ -388,6 +388,7 @@ def test_a_request_for_workers_prints_the_launchers_decision(
         f"test-{os.getpid()}-{workers}",
         most=4,
         task_of=lambda pid: None,
+        is_here=lambda task: True,
         watch=lambda fd, handler, *args: selector.register(
             fd, selectors.EVENT_READ, (handler, args)
         ),
@@ -417,6 +418,7 @@ def test_a_request_between_two_starts_of_a_job_is_refused():
         f"test-{os.getpid()}-between",
         most=4,
         task_of=lambda pid: None,
+        is_here=lambda task: True,
         watch=lambda fd, *handler: selector.register(fd, selectors.EVENT_READ),
         unwatch=selector.unregister,
         tell=lambda event: None,
@@ -436,6 +438,7 @@ def test_another_user_gets_no_answer(monkeypatch):
         f"test-{os.getpid()}",
         most=4,
         task_of=lambda pid: None,
+        is_here=lambda task: True,
         watch=lambda fd, handler, *args: handlers.update({fd: (handler, args)}),
         unwatch=lambda fd: handlers.pop(fd, None),
         tell=None,

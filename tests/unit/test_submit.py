@@ -85,6 +85,12 @@ def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(flag, to):
         assert printed(line) != printed(f"{to} {others} train.py")
 
 
+@pytest.mark.parametrize("to", [SLURM, PODS], ids=["slurm", "kubernetes"])
+@pytest.mark.parametrize("flag", ["--strategy elastic", "--elastic"])
+def test_an_elastic_job_is_refused(flag, to):
+    assert "elastic" in refused(f"{to} {flag} --workers 2 train.py")
+
+
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
 def test_a_range_of_ports_is_that_of_the_pods_and_of_their_policy(kind):
     flags = f"{PODS} --kind {kind} --workers 2 --ports 20000-20100 "

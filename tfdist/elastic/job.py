@@ -11,6 +11,8 @@ import tensorflow as tf
 from tensorflow.python.distribute import one_device_strategy
 
 from tfdist.cluster import KINDS, JobOptions, TaskConfig
+from tfdist.cluster.address import split_address
+from tfdist.elastic.host_links import HostLinks
 from tfdist.elastic.mesh import Mesh
 from tfdist.errors import UsageError, require
 from tfdist.strategy import Job, devices
@@ -33,7 +35,11 @@ def elastic_job(config: TaskConfig | None, options: JobOptions, **of_other_kinds
     mesh = None
     if config is not None and (workers > 1 or options.control):
         names = [f"worker-{index}" for index in range(shards)]
-        mesh = Mesh(_control(options), config.task.index, names)
+        addresses = {task.index: config.cluster.address(task) for task in tasks}
+        hosts, links = {split_address(address)[0] for address in addresses.values()}, None
+        if len(hosts) > 1:
+            links = HostLinks(config.task.index, addresses)
+        mesh = Mesh(_control(options), config.task.index, names, links)
     strategy = ElasticStrategy(devices.one_device(), shards)
     strategy.extended.mesh = mesh
     return Job(strategy=strategy, kind=KINDS["elastic"], config=config, ring=mesh, shards=shards)

@@ -13,6 +13,7 @@ import json
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
 import zlib
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from tfdist import phases
+from tfdist.elastic.host_links import LESSON, NOT_NOW, HostLinks
 from tfdist.elastic.shards import Array, Block, aligned_like, blocks_of, shards_of, tree_sum
 from tfdist.errors import require
 from tfdist.strategy.ring import (
@@ -37,6 +39,8 @@ from tfdist.strategy.ring import (
 _HEADER = struct.Struct("<IQI")  # epoch, number of the operation, checksum of its description
 _MOST_BYTES, _MOST_FDS = 1 << 16, 64
 _BUFFERS_A_CALL = 64
+_BYTES_A_CALL = 1 << 18  # over TLS, which takes one buffer a call
+_LESSON_S = 30.0  # without a byte of a lesson from another host
 _NO_STATE = -1  # in place of the finished operations of a task that joins
 _NO_TEACHER = "lost the worker that sends the earlier results"
 _NEED_OTHERS = ("a step", "outputs of", "sparse gradients", "broadcast", "the next block of")
@@ -60,10 +64,18 @@ class Mesh(Members):
       control: Socket to the launcher, with one message per packet.
       member: Number of this member.
       names: Names of all members, for messages.
+      links: Connections to members on other hosts, `None` in a job on one host.
     """
 
-    def __init__(self, control: socket.socket, member: int, names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        control: socket.socket,
+        member: int,
+        names: Sequence[str],
+        links: HostLinks | None = None,
+    ) -> None:
         self._control, self._member, self._names = control, member, names
+        self._links = links
         self.epoch = 0
         self.done = 0
         """Number of finished operations."""
@@ -79,7 +91,8 @@ class Mesh(Members):
         self._at_work = threading.Lock()
         self._log: list[_Result] | None = []
         """Results of the operations before the training loop, for tasks that join later."""
-        self._pupils: list[socket.socket] = []
+        self._pupils: list[socket.socket | int] = []
+        """Sockets to tasks that wait for a lesson, or their numbers if they are on other hosts."""
         self._replay: deque[_Result] | None = None
         """Results of the others' operations that this task repeats, `None` in a member."""
         self._taught: tuple[int, ...] = ()
@@ -181,7 +194,46 @@ class Mesh(Members):
             return
         while self._pupils:  # a pupil that compiles its step may read its second lesson late
             sent = self._pupils.pop(), self._lesson
-            threading.Thread(target=_send_lesson, args=sent, daemon=True).start()
+            threading.Thread(target=self._send_lesson, args=sent, daemon=True).start()
+
+    def _send_lesson(self, to: socket.socket | int, lesson: Sequence[_Result] | None) -> None:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            if isinstance(to, int):
+                assert self._links is not None
+                to = self._links.connect(to, LESSON, timeout_s=None)  # it may load data first
+            _send_lesson(stack.enter_context(to), lesson)
+
+    def _teacher(self, fds: Sequence[int], member: int) -> socket.socket:
+        """Return the connection to a teacher, which connects from another host if there is no fd.
+
+        Raises OSError if the launcher sends another message first.
+        """
+        if fds:
+            return socket.socket(fileno=fds[0])
+
+        def hear() -> None:
+            if select.select([self._control], [], [], 0)[0]:
+                raise InterruptedError("the launcher sends a message")
+
+        assert self._links is not None
+        found = self._links.accept({member}, LESSON, self._control, hear)
+        found[member].settimeout(_LESSON_S)
+        return found[member]
+
+    def _learn(self, fds: Sequence[int], member: int) -> bool:
+        """Read the results of the operations before the loop. Return False if there are none."""
+        if self._replay is not None or self.is_offline:
+            for fd in fds:  # the first teacher has exited after its lesson
+                os.close(fd)
+            return True
+        try:
+            with self._teacher(fds, member) as teacher:
+                self._replay = _read_lesson(teacher)
+        except OSError:
+            return False
+        if self._replay is None:
+            self._wait_for_the_end()
+        return True
 
     @property
     def previous_name(self) -> str:
@@ -256,6 +308,8 @@ class Mesh(Members):
         self.lost = self.lost or reason
         self._drop_peers()
         self._control.close()
+        if self._links is not None:
+            self._links.close()
 
     def _compute(self, own: range, compute: Compute, computed: dict[int, Sequence[Array]]) -> None:
         for shard in own:
@@ -372,20 +426,16 @@ class Mesh(Members):
                 self._leave("this worker has left the job")
                 phases.enter("done")
                 raise SystemExit(0)
+            if "pem" in message and self._links is not None:
+                self._links.use(message["pem"])
+                continue
             if "join" in message:
-                with socket.socket(fileno=fds[0]) as teacher:
-                    if self._replay is not None or self.is_offline:
-                        continue  # the first teacher has exited after its lesson
-                    try:
-                        self._replay = _read_lesson(teacher)
-                    except OSError:
-                        wait = True  # the launcher connects another teacher
-                        continue
-                if self._replay is None:
-                    self._wait_for_the_end()
-                return
+                if self._learn(fds, message["teacher"]):
+                    return
+                wait = True  # the launcher connects another teacher
+                continue
             if "teach" in message:
-                self._pupils.append(socket.socket(fileno=fds[0]))
+                self._pupils.append(socket.socket(fileno=fds[0]) if fds else message["teach"])
                 self._teach()
                 continue
             if "knock" in message:
@@ -425,10 +475,13 @@ class Mesh(Members):
                 go, fds = self._go
                 self._go = None
                 self.epoch, self.members = epoch, tuple(go["members"])
-                others = [member for member in self.members if member != self._member]
+                others = [member for member in go["here"] if member != self._member]
                 self._peers = {
                     peer: socket.socket(fileno=fd) for peer, fd in zip(others, fds, strict=True)
                 }
+                if far := set(self.members).difference(go["here"]):
+                    assert self._links is not None
+                    self._peers |= self._links.meet(far, epoch, self._control, self._hear)
                 for end in self._peers.values():
                     end.setblocking(False)
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -592,10 +645,14 @@ class Mesh(Members):
         return sending
 
     def _send(self, peer: int, views: deque[memoryview]) -> bool:
-        buffers = itertools.islice(views, _BUFFERS_A_CALL)
+        end = self._peers[peer]
         try:
-            sent = self._peers[peer].sendmsg(buffers, [], socket.MSG_NOSIGNAL)
-        except BlockingIOError:
+            if isinstance(end, ssl.SSLSocket):
+                sent = end.send(views[0][:_BYTES_A_CALL])
+            else:
+                buffers = itertools.islice(views, _BUFFERS_A_CALL)
+                sent = end.sendmsg(buffers, [], socket.MSG_NOSIGNAL)
+        except NOT_NOW:
             return False
         except OSError:
             raise _Broken from None
@@ -603,10 +660,14 @@ class Mesh(Members):
         return True
 
     def _receive(self, peer: int, views: deque[memoryview]) -> bool:
-        buffers = list(itertools.islice(views, _BUFFERS_A_CALL))
+        end = self._peers[peer]
         try:
-            received = self._peers[peer].recvmsg_into(buffers)[0]
-        except BlockingIOError:
+            if isinstance(end, ssl.SSLSocket):
+                received = end.recv_into(views[0])
+            else:
+                buffers = list(itertools.islice(views, _BUFFERS_A_CALL))
+                received = end.recvmsg_into(buffers)[0]
+        except NOT_NOW:
             return False
         except OSError:
             raise _Broken from None
@@ -648,11 +709,10 @@ def _send_lesson(pupil: socket.socket, lesson: Sequence[_Result] | None) -> None
         for key, members, arrays in lesson or ()
     ]
     text = b"" if lesson is None else json.dumps(specs).encode()
-    with pupil, contextlib.suppress(OSError):
-        pupil.sendall(len(text).to_bytes(8, "little") + text)
-        for _, _, arrays in lesson or ():
-            for array in arrays:
-                pupil.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    pupil.sendall(len(text).to_bytes(8, "little") + text)
+    for _, _, arrays in lesson or ():
+        for array in arrays:
+            pupil.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _read_lesson(teacher: socket.socket) -> deque[_Result] | None:

@@ -46,6 +46,7 @@ from tfdist.launch.multihost.host_agreement import passed_variables, versions_of
 from tfdist.launch.multihost.hosts import (
     Group,
     HostPart,
+    certificate,
     decided_group,
     own_address,
     refuse_launchers_in_a_step,
@@ -298,7 +299,8 @@ def _run_on_hosts(  # noqa: D417
 
 
 def _lead(part: HostPart) -> int:
-    team, screen, run_path = Team(part, _hub(part)), part.screen, part.job.run_dir
+    pem = certificate() if part.job.kind.is_elastic else None
+    team, screen, run_path = Team(part, _hub(part), pem=pem), part.screen, part.job.run_dir
     code = EXIT_FAILED
     try:
         if (stop_signal := team.gather()) is not None:

@@ -45,6 +45,7 @@ class MemberLinks:
       name: Name of the socket, unique on this machine.
       most: Number of workers that the job can have.
       task_of: Function that returns the task of a process, or `None`.
+      is_here: Function that returns whether a task runs on this host.
       watch: Function that calls a handler when a file descriptor is ready.
       unwatch: Function that stops the watch of a file descriptor.
       tell: Function that receives the members' events.
@@ -56,11 +57,14 @@ class MemberLinks:
         *,
         most: int,
         task_of: Callable[[int], Task | None],
+        is_here: Callable[[Task], bool],
         watch: Callable[..., None],
         unwatch: Callable[[int], None],
         tell: Callable[[Event], None],
     ) -> None:
-        self.name, self._most = name, most
+        self.name, self._most, self._is_here = name, most, is_here
+        self.pem: str | None = None
+        """Key and certificate of a job on several hosts."""
         self._task_of, self._watch, self._unwatch, self._tell = task_of, watch, unwatch, tell
         self._ends: dict[Task, socket.socket] = {}
         self._asking: deque[socket.socket] = deque()  # users who wait for an answer
@@ -105,18 +109,20 @@ class MemberLinks:
 
     def _go_on(self, go: GoOn) -> None:
         ends: dict[tuple[Task, Task], socket.socket] = {}
-        for one, other in itertools.combinations(go.members, 2):
+        here = list(filter(self._is_here, go.members))
+        for one, other in itertools.combinations(here, 2):
             ends[one, other], ends[other, one] = socket.socketpair()
         message = {
             "go": go.epoch,
             "members": [task.index for task in go.members],
+            "here": [task.index for task in here],
             "done": go.done,
             "source": go.source.index,
             "behind": [task.index for task in go.behind],
             "joining": [task.index for task in go.joining],
         }
-        for task in go.members:
-            fds = [ends[task, other].fileno() for other in go.members if other != task]
+        for task in here:
+            fds = [ends[task, other].fileno() for other in here if other != task]
             self._send(task, message, fds)
         for end in ends.values():
             end.close()
@@ -125,11 +131,13 @@ class MemberLinks:
         if action.is_ready:
             self._send(action.member, {"knock": action.joining.index})
             return
+        pair = (action.joining, action.member)
+        words = {"join": action.joining.index, "teacher": action.member.index}
         ends = socket.socketpair()
-        for task, key, end in zip(
-            (action.joining, action.member), ("join", "teach"), ends, strict=True
-        ):
-            self._send(task, {key: action.joining.index}, [end.fileno()])
+        fds = [[end.fileno()] if all(map(self._is_here, pair)) else [] for end in ends]
+        self._send(action.joining, words, fds[0])
+        self._send(action.member, {"teach": action.joining.index}, fds[1])
+        for end in ends:
             end.close()
 
     def _send(self, task: Task, message: object, fds: list[int] | None = None) -> None:
@@ -153,6 +161,8 @@ class MemberLinks:
                 return
             self._drop(task)
             self._ends[task] = end
+            if self.pem is not None:
+                self._send(task, {"pem": self.pem})
             self._watch(end.fileno(), self._read, task)
 
     def _read_request(self, end: socket.socket) -> None:

@@ -93,8 +93,6 @@ def _require_elastic(options: LaunchOptions) -> None:
     if not options.kind.elastic_form:
         fix = "leave --elastic out, or use --strategy multiworker"
         _refuse("elastic", f"a {options.strategy} job is not elastic", fix)
-    if options.hosts is not None or options.on not in (None, "local"):
-        _refuse("elastic", "an elastic job runs on one host", "leave --hosts and --on out")
     if options.workers > MOST_MEMBERS:
         _refuse("workers", f"an elastic job has at most {MOST_MEMBERS}", "use fewer workers")
     if options.evaluator:

@@ -45,7 +45,9 @@ class Attempt:
     tasks: tuple[Task, ...]
     """Tasks on this host."""
     control: str | None = None
-    """Name of the launcher's socket for the members of an elastic job."""
+    """Name of this host's socket for the members of an elastic job."""
+    pem: str | None = None
+    """Key and certificate of an elastic job on several hosts."""
     hosts: dict[str, str] = field(default_factory=dict)
     """Host of each task, by the task's name (empty if the job runs on one host)."""
 

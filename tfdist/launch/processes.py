@@ -146,6 +146,7 @@ class JobProcesses:
                 f"tfdist-{mark}",
                 most=min(job.shards or 1, MOST_MEMBERS),
                 task_of=self._task_of,
+                is_here=lambda task: task in self._specs,
                 watch=self.watch,
                 unwatch=self.unwatch,
                 tell=self._news.append,
@@ -185,7 +186,9 @@ class JobProcesses:
         if self._links is not None:
             self._links.forget()
         self._logs.mkdir(parents=True, exist_ok=True)
-        specs = self._job.specs(attempt)
+        if self._links is not None:
+            self._links.pem = attempt.pem
+        specs = self._job.specs(dataclasses.replace(attempt, control=self.control))
         if self._job.start == "fork":
             self._ready_fork_server(specs, log_path=self._logs / fork_log)
         self._specs = {spec.task: spec for spec in specs}
@@ -473,7 +476,6 @@ class LocalProcesses(JobProcesses):
         """Begin an attempt and return its tasks, in start order."""
         addresses = [port.address for port in self._ports.renewed()]
         attempt = self._job.local_attempt(addresses, number=number, restarts=restarts)
-        attempt = dataclasses.replace(attempt, control=self.control)
         self.begin(attempt, fork_log="fork-server.log")
         return attempt.tasks
 

@@ -48,7 +48,7 @@ class JobRequest:
             raise wrong("evaluator", "the job has only one process", fix)
         if self.kind.is_elastic:
             fix = "use --strategy multiworker with --max_restarts"
-            raise wrong("strategy", "an elastic job runs on one machine", fix)
+            raise wrong("strategy", "an elastic job needs the launcher in the job", fix)
         for name in self.env:
             if not re.fullmatch(VARIABLE, name):
                 fix = "use only letters, digits and _, and no digit first"

@@ -11,6 +11,7 @@ import ipaddress
 import itertools
 import shlex
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -163,6 +164,25 @@ def decided_group(
         has_evaluator=options.evaluator,
     )
     return options, group
+
+
+def certificate() -> str:
+    """Return a new key and a self-signed certificate, which only the tasks of one job know.
+
+    Raises:
+        UsageError: This machine has no program openssl.
+    """
+    kind = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650"
+    words = ["openssl", *kind.split(), "-subj", "/CN=tfdist", "-keyout", "-", "-out", "-"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UsageError(
+            "--elastic",
+            f"an elastic job on several hosts encrypts its tensors, but openssl fails ({error})",
+            fix="install the program openssl on this machine",
+            code="no-openssl",
+        ) from None
 
 
 def terms(environ: Mapping[str, str], *, program: Program, program_file: str) -> dict[str, str]:

@@ -46,10 +46,11 @@ class Team:
         part: HostPart,
         hub: Hub,
         *,
+        pem: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._part, self._group = part, part.group
-        self.hub = hub
+        self.hub, self._pem = hub, pem
         self._options, self._kind = part.job.options, part.job.kind
         self._screen, self._local = part.screen, part.processes
         self._clock = clock
@@ -123,6 +124,7 @@ class Team:
             run_dir=str(self._part.job.run_dir),
             cluster=self._group.cluster(at),
             tasks=tasks[0],
+            pem=self._pem,
             hosts=names,
         )
         message = encode(plan)
@@ -169,12 +171,12 @@ class Team:
 
     def perform(self, action: TaskAction) -> Ended | None:
         """Perform an action on the task's host like `JobProcesses`. Show a failure on all hosts."""
-        if isinstance(action, ShowFailure):
+        if isinstance(action, ShowFailure | ShowView | GoOn | Acquaint):
             for rank in self.hub.present:
                 self.hub.send(rank, encode_action(action))
-            return None
-        if isinstance(action, ShowView | GoOn | Acquaint | AnswerResize):
-            return None  # an elastic job runs on one host
+            return None if isinstance(action, ShowFailure) else self._local.perform(action)
+        if isinstance(action, AnswerResize):
+            return self._local.perform(action)
         task, rank = action.task, self.host_of[action.task]
         if not rank:
             return self._local.perform(action)
@@ -275,7 +277,7 @@ class Team:
         A second request on the same host counts, because it means to kill the job.
         """
         if not isinstance(event, StopRequest):
-            return True
+            return not isinstance(event, Resize)  # a new worker would have no host
         is_new = rank not in self._stopping_ranks
         is_first = not self._stopping_ranks
         self._stopping_ranks.add(rank)
