@@ -14,15 +14,12 @@ from tfdist.cluster.address import join
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError, named
 from tfdist.launch.events import (
     NO_SENSE,
-    Acquaint,
-    AnswerResize,
     Ended,
     Event,
-    GoOn,
+    MemberAction,
     Message,
     Resize,
     ShowFailure,
-    ShowView,
     Start,
     StopRequest,
     TaskAction,
@@ -177,7 +174,7 @@ class Team:
             for rank in self.hub.present:
                 self.hub.send(rank, encode_action(action))
             return None
-        if isinstance(action, ShowView | GoOn | Acquaint | AnswerResize):
+        if isinstance(action, MemberAction):
             return None  # an elastic job runs on one host
         task, rank = action.task, self.host_of[action.task]
         if not rank:
