@@ -54,6 +54,8 @@ def _processor() -> str:
 
 
 def _versions(python: str, names: tuple[str, ...]) -> str:
+    if not Path(python).exists():
+        return "not installed"
     command = [python, "-c", _VERSIONS, *names]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60.0, check=True)
     return ", ".join(run.stdout.splitlines())

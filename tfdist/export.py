@@ -59,7 +59,8 @@ def _export(argv: Sequence[str] | None) -> int:
         code="exclusive",
     )
     logging.basicConfig(level=logging.INFO, format="%(levelname).1s %(name)s: %(message)s")
-    logging.getLogger("tensorflow").setLevel(logging.WARNING)
+    for name in ("absl", "tensorflow"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     if options.follow:
         _follow(options)
     else:

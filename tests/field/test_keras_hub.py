@@ -156,6 +156,17 @@ def test_evaluated_and_predicted_as_by_its_own_methods(strategies):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def test_mlflow_predicts_in_one_task_of_several(strategies, monkeypatch):
+    monkeypatch.setattr(job, "_made", [])
+    job.remember(Job(strategy=strategies[1], kind=KINDS["multiworker"]))
+    with strategies[1].scope():
+        model = bert()
+    mlflow = {"__name__": "mlflow.tensorflow"}
+    exec("signature = lambda model, x: model.predict(x)", mlflow)
+    wanted = tfdist.predict(model, TEXTS, verbose=0)
+    np.testing.assert_allclose(mlflow["signature"](model, TEXTS), wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_a_method_of_that_name_beside_fit_of_keras_is_the_users(strategies):
     class Own(keras.Sequential):
         def preprocess_samples(self, *data):

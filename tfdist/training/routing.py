@@ -67,9 +67,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     arguments = _arguments(original, model, args, kwargs)
     by_mlflow = _caller().f_globals.get("__name__", "").startswith("mlflow.")
     if name == "predict" and by_mlflow and job is not None and job.kind.has_several_tasks:
-        # MLflow predicts a few examples in the chief only, for the signature of a logged model.
-        outputs = model(arguments["x"], training=False)
-        return keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
+        return _predict_in_this_task(original, model, arguments["x"])
     if not explicit and job is not None and job.kind.is_one_process:
         reason = _reason_for_keras(model, arguments)
         if reason is not None:
@@ -108,6 +106,14 @@ def _stays_in_keras(name: str, job: Job | None, kwargs: Mapping[str, Any]) -> bo
         return False
     # Keras runs the whole batch on each mirrored replica: updates agree, outputs are joined.
     return job.num_replicas == 1 or (name == "train_on_batch" and job.kind.is_one_process)
+
+
+def _predict_in_this_task(original: Callable[..., Any], model: Any, x: Any) -> Any:
+    """Predict the few examples of MLflow in the chief only, for the signature of a logged model."""
+    if original.__module__ == KERAS_HUB:
+        x = model.preprocess_samples(x)
+    outputs = model(x, training=False)
+    return keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
 
 
 def _arguments(

@@ -19,7 +19,7 @@ import keras
 from keras.src.models.model import Trainer
 
 from tfdist.errors import require, require_int, require_number
-from tfdist.renamed import refuse_renamed
+from tfdist.renamed import without_renamed
 from tfdist.strategy.native import require_engine, route_keras
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import VirtualEpochs
@@ -141,9 +141,9 @@ def by_own_method(engine: Callable[..., Any]) -> Callable[..., Any]:
     """Call `model.fit` in `tfdist.fit(model)` if the model's class overrides it."""
     name = engine.__name__
 
+    @without_renamed(name)
     @functools.wraps(engine)
     def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        refuse_renamed(*(f"{name}({keyword}=)" for keyword in kwargs))
         owner = next((c for c in type(model).__mro__ if name in vars(c)), Trainer)
         own = owner is not Trainer and isinstance(model, keras.Model)
         if not own or is_on_the_way(model, name) or _is_in_method(model, name):
