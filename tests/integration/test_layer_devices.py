@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfdist
 from tests import forked_python
 from tests.models import bits
-from tests.refusals import refused
+from tests.refusals import refusal, refused
 from tfdist.strategy.layer_devices import PlacedStrategy
 
 L = keras.layers
@@ -158,6 +158,130 @@ def test_a_pattern_that_counts_for_no_layer_is_refused():
     assert refused(fit) == ("placement", "unknown-layer")
     with pytest.raises(re.error):
         PlacedStrategy("/CPU:0", {"*dense": "CPU:1"})
+
+
+@keras.saving.register_keras_serializable("tests")
+class Block(L.Layer):
+    """Nested arguments and results, a `training` argument, and the mask of an input."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.supports_masking = True
+        self.first, self.last = L.Dense(4, activation="tanh", name="in"), L.Dense(3, name="out")
+
+    def call(self, inputs, scale=None, training=False, mask=None):
+        x = self.first(inputs["x"]) * (2.0 if training else 1.0)
+        if mask is not None:
+            x *= keras.ops.cast(mask["x"], x.dtype)[..., None]
+        return {"y": (self.last(x) * scale,), "x": inputs["x"]}
+
+    def compute_mask(self, inputs, previous):
+        return None
+
+
+def divided(strategy):
+    """A model with a block of two inputs, and a second block that is called twice."""
+    keras.backend.clear_session(free_memory=False)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        ids = keras.Input((6,), dtype="int32")
+        x = keras.Sequential([L.Embedding(10, 4, mask_zero=True)], name="embed")(ids)
+        found = Block(name="block")({"x": x}, scale=L.Dense(1, name="scale")(x))
+        twice = keras.Sequential([L.Dense(3, activation="gelu")], name="twice")
+        x = L.LSTM(4, name="lstm")(twice(twice(found["y"][0])))
+        x = L.Concatenate()([x, L.Flatten()(found["x"])])
+        return compiled(keras.Model(ids, L.Dense(3, name="head")(x)), keras.optimizers.SGD(0.1))
+
+
+DIVIDED = {"block|twice|embed": ["CPU:1", "CPU:2", "CPU:0"], "lstm": ["CPU:2", "CPU:1"]}
+
+
+def test_a_layer_on_several_devices_equals_one_device(strategies):
+    """In steps of 8 and of 4 examples, which three devices cannot divide evenly."""
+    alone, model = divided(strategies[1]), divided(PlacedStrategy("/CPU:0", DIVIDED))
+    options = {"batch_size": 8, "epochs": 3, "seed": 3, "verbose": 0, "shuffle": False}
+    logs = [tfdist.fit(m, X, Y, validation_data=(X, Y), **options).history for m in (alone, model)]
+    for name, values in logs[0].items():
+        np.testing.assert_allclose(logs[1][name], values, atol=1e-6, err_msg=name)
+    for one, several in zip(alone.weights, model.weights, strict=True):
+        np.testing.assert_allclose(several.numpy(), one.numpy(), atol=1e-6, err_msg=one.path)
+        owner = 1 if re.search("block|twice|embed", one.path) else 2 if "lstm" in one.path else 0
+        assert device_of(several) == owner
+    for size in (1, 2, 7):  # also fewer examples than devices
+        with model.distribute_strategy.scope():
+            found = [m(X[:size], training=True) for m in (alone, model)]
+        np.testing.assert_allclose(found[1], found[0], atol=1e-6)
+        found = [tfdist.predict(m, X[:size], verbose=0) for m in (alone, model)]
+        np.testing.assert_allclose(found[1], found[0], atol=1e-6)
+
+
+def test_each_device_computes_its_part_of_the_batch():
+    """Forward and backward, with a batch whose size is known or unknown."""
+    strategy = PlacedStrategy("/CPU:0", {"twice": ["CPU:1", "CPU:2"]})
+    model = divided(strategy)
+    for rows in (7, None):
+        specs = [tf.TensorSpec((rows, 6), tf.int32)]
+
+        @tf.function(autograph=False, input_signature=specs)
+        def step(x):
+            def in_replica():
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(model(x, training=True))
+                return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+            return strategy.run(in_replica)
+
+        found = {}
+        for node in step.get_concrete_function().graph.as_graph_def().node:
+            if node.device and (place := re.search(r"twice.*part_(\d)", node.name)):
+                key = int(place[1]), node.name.startswith("gradient_tape/"), node.op == "MatMul"
+                found.setdefault(key, set()).add(int(node.device.rpartition(":")[2]))
+        products = {key[:2]: devices for key, devices in found.items() if key[2]}
+        assert products == {(n, back): {n + 1} for n in (0, 1) for back in (False, True)}
+
+
+def test_a_layer_that_needs_the_whole_batch_is_not_divided():
+    class Adds(L.Dense):
+        def call(self, x):
+            self.add_loss(keras.ops.mean(x))
+            return super().call(x)
+
+    class Mean(L.Layer):
+        def call(self, x):
+            return keras.ops.mean(x, axis=0)
+
+    class Two(L.Layer):
+        def call(self, x, table):
+            return x + table[:1]
+
+    def called(inner, *more, training=True):
+        strategy = PlacedStrategy("/CPU:0", {"block": ["CPU:0", "CPU:1"]})
+        with strategy.scope():
+            block = keras.Sequential([inner], name="block") if not more else inner
+            block.build((None, 3))
+        call = tf.function(lambda: block(tf.ones((5, 3)), *more, training=training))
+        return lambda: strategy.run(call)
+
+    for inner, more, reason in (
+        (L.BatchNormalization(name="norm"), (), "BatchNormalization 'norm' has a state of the"),
+        (Adds(2), (), "it adds a loss in its call"),
+        (L.Dense(2, activity_regularizer="l2"), (), "it adds a loss in its call"),
+        (Mean(), (), "its result [3] has no batch axis"),
+        (Two(name="block"), (tf.ones((2, 3)),), "different batch sizes ([5, 3], [2, 3])"),
+    ):
+        error = refusal(called(inner, *more))
+        assert (error.where, error.code) == ("placement", "divided-layer")
+        assert reason in str(error)
+    strategy = PlacedStrategy("/CPU:0", {"mean": ["CPU:0", "CPU:1"]})
+    any_size = tf.function(Mean(name="mean"), input_signature=[tf.TensorSpec((None, 3))])
+    with pytest.raises(tf.errors.InvalidArgumentError, match="has no batch axis"):
+        strategy.run(any_size, (tf.ones((5, 3)),))
+    placed_norm = PlacedStrategy("/CPU:0", {"norm": ["CPU:0", "CPU:1"]})
+    assert refused(lambda: fitted(words(placed_norm))) == ("placement", "divided-layer")
+    called(L.BatchNormalization(), training=False)()
+    frozen = L.BatchNormalization()
+    frozen.trainable = False
+    called(frozen)()
 
 
 PROGRAM = """

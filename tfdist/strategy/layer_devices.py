@@ -3,6 +3,9 @@
 `PlacedStrategy` is a `tf.distribute.OneDeviceStrategy`. If a pattern matches a layer, the layer's
 variables, slots, forward pass, backward pass and updates are on the pattern's device. TensorFlow
 copies tensors between devices.
+
+A pattern may have several devices. Then each device computes a part of the layer's batch. The first
+device has the variables, gathers the results and sums the gradients.
 """
 
 from __future__ import annotations
@@ -11,17 +14,30 @@ import contextlib
 import functools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from keras.src import backend
+from keras.src.ops.operation import Operation
 from tensorflow.python.distribute import one_device_strategy
 
-from tfdist.errors import near, require, require_one_of
+from tfdist.errors import UsageError, near, require, require_one_of
 from tfdist.strategy.devices import logical_devices
 
+Placement = Mapping[str, str | Sequence[str]]
+"""Map from regular expressions over layer paths to a device or a list of devices."""
+
 _GRADIENTS = "gradient_tape/"
+
+
+class _Place(NamedTuple):
+    """Devices of a layer that is being called, and of its inner layers."""
+
+    layer: Any
+    pattern: str
+    devices: tuple[str, ...]
 
 
 class PlacedStrategy(tf.distribute.OneDeviceStrategy):
@@ -29,16 +45,18 @@ class PlacedStrategy(tf.distribute.OneDeviceStrategy):
 
     Args:
       device: Device of layers that no pattern matches.
-      placement: Map from regular expressions over layer paths to devices. A layer uses the first
-        pattern that matches its path. An unmatched inner layer uses its outer layer's device.
+      placement: Map from regular expressions over layer paths to a device or a list of devices. A
+        layer uses the first pattern that matches its path. An unmatched inner layer uses its outer
+        layer's devices.
 
     Raises:
-      UsageError: a device does not exist.
+      UsageError: a device does not exist. Or a layer on several devices has batch statistics or
+        another state, adds a loss, or returns a result without a batch axis.
       re.error: a pattern is not a regular expression.
     """
 
-    def __init__(self, device: str, placement: Mapping[str, str]) -> None:
-        placed = {pattern: _device(pattern, name) for pattern, name in placement.items()}
+    def __init__(self, device: str, placement: Placement) -> None:
+        placed = {pattern: _devices(pattern, names) for pattern, names in placement.items()}
         tf.distribute.Strategy.__init__(self, _PlacedExtended(self, device, placed))
         self.placement = dict(placement)
         _follow_layers()
@@ -61,10 +79,12 @@ class PlacedStrategy(tf.distribute.OneDeviceStrategy):
 class _PlacedExtended(one_device_strategy.OneDeviceExtended):
     """Implementation of `PlacedStrategy`."""
 
-    def __init__(self, strategy: PlacedStrategy, device: str, placed: Mapping[str, str]) -> None:
+    def __init__(
+        self, strategy: PlacedStrategy, device: str, placed: Mapping[str, tuple[str, ...]]
+    ) -> None:
         super().__init__(strategy, device)
         self._placed = placed
-        self._within: list[str] = []
+        self._within: list[_Place] = []
         self._scopes: weakref.WeakKeyDictionary[tf.Graph, dict[str, str]] = (
             weakref.WeakKeyDictionary()
         )
@@ -74,15 +94,27 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
         return next((pattern for pattern in self._placed if re.search(pattern, path)), None)
 
     @contextlib.contextmanager
-    def in_layer(self, scope: contextlib.AbstractContextManager[Any], path: str) -> Iterator[None]:
-        """Enter a layer's name scope, and its device, if any."""
-        pattern = self.pattern_of(path)
+    def in_layer(
+        self, scope: contextlib.AbstractContextManager[Any], layer: keras.layers.Layer
+    ) -> Iterator[None]:
+        """Enter a layer's name scope, and its first device, if any."""
+        pattern = self.pattern_of(_path(layer))
         if pattern is None:
             with scope:
                 yield
             return
-        device = self._placed[pattern]
-        self._within.append(device)
+        place = _Place(layer, pattern, self._placed[pattern])
+        for outer in self._within:
+            if outer.pattern == pattern:
+                place = outer._replace(layer=None)  # the outer layer has divided the batch
+        with self._on(place, scope):
+            yield
+
+    @contextlib.contextmanager
+    def _on(self, place: _Place, scope: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """Enter a name scope on the first device of a place."""
+        device = place.devices[0]
+        self._within.append(place)
         try:
             with scope, tf.device(device):
                 if not tf.executing_eagerly():
@@ -92,11 +124,42 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
         finally:
             self._within.pop()
 
+    def call(
+        self, call: Callable[..., Any], layer: keras.layers.Layer, args: Any, kwargs: Any
+    ) -> Any:
+        """Call a layer. Each of several devices computes a part of the batch."""
+        place = self._within[-1] if self._within else None
+        if place is None or place.layer is not layer or len(place.devices) < 2:
+            return call(layer, *args, **kwargs)
+        tensors = [value for value in keras.tree.flatten((args, kwargs)) if _has_batch(value)]
+        if not tensors or backend.in_stateless_scope():  # shapes are inferred
+            return call(layer, *args, **kwargs)
+        _require_no_state(layer)
+        _require_one_batch(layer, tensors)
+        sizes = _sizes(tensors[0], len(place.devices))
+        split = {id(tensor): tf.split(tensor, sizes) for tensor in tensors}
+
+        def arguments(number: int) -> Any:
+            return keras.tree.map_structure(
+                lambda value: split[id(value)][number] if id(value) in split else value,
+                (args, kwargs),
+            )
+
+        losses, results = _num_losses(layer), []
+        for number, device in enumerate(place.devices[: len(sizes)]):
+            part = _Place(None, place.pattern, (device,))
+            with self._on(part, tf.name_scope(f"part_{number}")):
+                own_args, own_kwargs = arguments(number)
+                results.append(call(layer, *own_args, **own_kwargs))
+        if _num_losses(layer) > losses:
+            raise _refusal(layer, "it adds a loss in its call")
+        return keras.tree.map_structure(lambda *parts: _gathered(layer, parts, sizes), *results)
+
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if kwargs.get("colocate_with") is not None or not self._within:
             return super()._create_variable(next_creator, **kwargs)
         kwargs.pop("colocate_with", None)
-        with tf.device(self._within[-1]):
+        with tf.device(self._within[-1].devices[0]):
             return next_creator(**kwargs)
 
     def _call_for_each_replica(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -144,16 +207,86 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
 @functools.cache
 def _follow_layers() -> None:
     """Patch Keras' layers once a process, so that they use the placement of their strategy."""
-    original = keras.layers.Layer._open_name_scope
+    original, call = keras.layers.Layer._open_name_scope, Operation.__call__
 
     @functools.wraps(original)
     def open_name_scope(self: keras.layers.Layer) -> Any:
         scope, extended = original(self), tf.distribute.get_strategy().extended
+        return extended.in_layer(scope, self) if isinstance(extended, _PlacedExtended) else scope
+
+    @functools.wraps(call)
+    def call_on_devices(self: Operation, *args: Any, **kwargs: Any) -> Any:
+        extended = tf.distribute.get_strategy().extended
         if not isinstance(extended, _PlacedExtended):
-            return scope
-        return extended.in_layer(scope, _path(self))
+            return call(self, *args, **kwargs)
+        return extended.call(call, self, args, kwargs)
 
     keras.layers.Layer._open_name_scope = open_name_scope
+    Operation.__call__ = call_on_devices
+
+
+# Parts of a batch on several devices.
+
+
+def _has_batch(value: Any) -> bool:
+    return bool(tf.is_tensor(value)) and value.shape.rank != 0
+
+
+def _sizes(tensor: tf.Tensor, parts: int) -> list[Any]:
+    """Return the sizes of the parts of a batch, the largest first, without empty parts."""
+    known = tensor.shape[0]
+    batch = tf.shape(tensor)[0] if known is None else known
+    sizes = [(batch + parts - 1 - number) // parts for number in range(parts)]
+    return sizes if known is None else [size for size in sizes if size] or [0]
+
+
+def _require_no_state(layer: keras.layers.Layer) -> None:
+    """Raise UsageError if a call changes a variable, which would depend on the parts."""
+    training = layer._get_call_context().get_value("training")
+    for inner in layer._flatten_layers():
+        is_updated = training and inner.trainable and inner._non_trainable_variables
+        if is_updated or getattr(inner, "stateful", False):
+            kind = type(inner).__name__
+            raise _refusal(layer, f"its {kind} {inner.name!r} has a state of the whole batch")
+
+
+def _require_one_batch(layer: keras.layers.Layer, tensors: Sequence[tf.Tensor]) -> None:
+    batches = {tensor.shape[0] for tensor in tensors} - {None}
+    if len(batches) > 1:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+        raise _refusal(layer, f"its arguments have different batch sizes ({shapes})")
+
+
+def _num_losses(layer: keras.layers.Layer) -> int:
+    return sum(len(inner._get_own_losses()) for inner in layer._flatten_layers())
+
+
+def _gathered(layer: keras.layers.Layer, parts: Sequence[Any], sizes: Sequence[Any]) -> Any:
+    """Return the results of all parts as one tensor, with the mask of Keras."""
+    if not tf.is_tensor(parts[0]):
+        return parts[0]
+    for part, size in zip(parts, sizes, strict=True):
+        error = _refusal(layer, f"its result {list(part.shape)} has no batch axis")
+        if part.shape.rank == 0 or (isinstance(size, int) and part.shape[0] not in (None, size)):
+            raise error
+        if tf.is_tensor(size):
+            tf.debugging.assert_equal(tf.shape(part)[0], size, str(error))
+    result = tf.concat(parts, 0)
+    masks = [backend.get_keras_mask(part) for part in parts]
+    if all(mask is not None for mask in masks):
+        backend.set_keras_mask(result, tf.concat(masks, 0))
+    return result
+
+
+def _refusal(layer: keras.layers.Layer, problem: str) -> UsageError:
+    error: Any = UsageError(
+        "placement",
+        f"layer {layer.name!r} cannot divide its batch over several devices, because {problem}",
+        fix=f"place {layer.name!r} on one device, or only its inner layers on several devices",
+        code="divided-layer",
+    )
+    error._keras_call_info_injected = error.ag_pass_through = True  # keep the class of the error
+    return error
 
 
 def _path(layer: Any) -> str:
@@ -161,16 +294,22 @@ def _path(layer: Any) -> str:
     return "/".join(filter(None, (layer._parent_path, layer.name)))
 
 
-def _device(pattern: str, name: str) -> str:
-    """Return TensorFlow's name of an existing device. ``CPU`` means the first CPU."""
+def _devices(pattern: str, names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return TensorFlow's names of existing devices. ``CPU`` means the first CPU."""
     re.compile(pattern)
-    short = name.upper().removeprefix("/").removeprefix("DEVICE:")
-    require_one_of(
-        f"placement[{pattern!r}]",
-        short if ":" in short else f"{short}:0",
-        logical_devices("CPU") + logical_devices("GPU"),
-        fix="use an existing device, or split the CPU before make_strategy with "
-        "tf.config.set_logical_device_configuration",
-        code="devices",
-    )
-    return f"/{short}"
+    where = f"placement[{pattern!r}]"
+    names = [names] if isinstance(names, str) else list(names)
+    require(bool(names), where, "the list is empty", fix="list devices", code="devices")
+    found = []
+    for name in names:
+        short = name.upper().removeprefix("/").removeprefix("DEVICE:")
+        require_one_of(
+            where,
+            short if ":" in short else f"{short}:0",
+            logical_devices("CPU") + logical_devices("GPU"),
+            fix="use an existing device, or split the CPU before make_strategy with "
+            "tf.config.set_logical_device_configuration",
+            code="devices",
+        )
+        found.append(f"/{short}")
+    return tuple(found)

@@ -34,7 +34,7 @@ from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.collectives import share_generators
 from tfdist.strategy.group import broadcast_initial_values
 from tfdist.strategy.job import Job, current_job, remember
-from tfdist.strategy.layer_devices import PlacedStrategy
+from tfdist.strategy.layer_devices import PlacedStrategy, Placement
 from tfdist.strategy.pipeline_setup import PipelineOptions
 from tfdist.strategy.ring import Ring, connect
 
@@ -55,7 +55,7 @@ def make_strategy(  # noqa: PLR0913
     elastic: bool = False,
     shards: int | None = None,
     pipeline: PipelineOptions | None = None,
-    placement: Mapping[str, str] | None = None,
+    placement: Placement | None = None,
     communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tf.distribute.Strategy:
@@ -80,8 +80,9 @@ def make_strategy(  # noqa: PLR0913
         than 4 workers).
       pipeline: Division of the model into stages and of a batch into micro-batches, for pipeline.
       placement: Map from regular expressions over layer paths to devices, for single. Example:
-        ``{"embedding": "CPU", "block[34]": "GPU:1"}``. A layer uses the first expression that
-        matches its path. Other layers use the first GPU, or the CPU.
+        ``{"embedding": "CPU", "block3": ["GPU:0", "GPU:1"]}``. A layer uses the first expression
+        that matches its path. Other layers use the first GPU, or the CPU. Several devices divide
+        the layer's batch. The first of them has the weights and gathers the results.
       communication_options: Options of the all-reduce under multiworker (default: tfdist's ring
         on CPUs, TensorFlow's choice on GPUs). Without tfdist's ring, a step block or sum that
         takes longer than their `timeout_seconds` raises PeerLost (default: 3600, 0: never).
@@ -150,7 +151,7 @@ def make_strategy(  # noqa: PLR0913
 def _resolve(
     strategy: str,
     config: TaskConfig | None,
-    placement: Mapping[str, str] | None,
+    placement: Placement | None,
     *,
     elastic: bool,
 ) -> Kind:
@@ -196,7 +197,7 @@ def _options(config: TaskConfig | None, **given: Any) -> JobOptions:
     return dataclasses.replace(config.options if config else JobOptions(), **given)
 
 
-def _same(made: Job, kind: Kind, placement: Mapping[str, str] | None) -> Job:
+def _same(made: Job, kind: Kind, placement: Placement | None) -> Job:
     other = placement is not None and placement != getattr(made.strategy, "placement", None)
     require(
         made.kind is kind and not other,
@@ -224,7 +225,7 @@ def one_device_job(
     config: TaskConfig | None,
     options: JobOptions,
     *,
-    placement: Mapping[str, str] | None,
+    placement: Placement | None,
     **of_other_kinds: Any,
 ) -> Job:
     """Return the job of one process with one replica."""
