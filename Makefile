@@ -64,7 +64,7 @@ test-all: setup  ## every test
 	$(SIDE_BY_SIDE) -m "not alone" $(TESTS)
 	$(CPU_ONLY) $(PY) -m pytest -m alone $$(grep -l pytest.mark.alone tests/multiprocess/test_*.py)
 
-coverage: setup  ## the lines of each room that the tests of one process run
+coverage: setup  ## the lines of each room that the tests of one process run; with jobs: ARGS="tests/field tests/multiprocess"
 	$(SIDE_BY_SIDE) --cov=tfdist --cov-report=json:build/coverage.json $(ONE_PROCESS) $(ARGS)
 	$(PY) -m tests.tools.coverage_by_room build/coverage.json
 
@@ -177,5 +177,5 @@ soak: setup  ## record the memory of a job of each strategy for two hours, and w
 	$(CPU_ONLY) $(PY) -m benchmarks.soak $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted
-	rm -rf $(VENV) $(RAY_VENV) .venv-buckets .venv-flyte .venv-migrations .venv-with-* .venv-docs .venv-tools build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(RAY_VENV) .venv-buckets .venv-flyte .venv-migrations .venv-with-* .venv-docs .venv-tools build dist .coverage* *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find tfdist tests configs -name __pycache__ -type d -prune -exec rm -rf {} +
