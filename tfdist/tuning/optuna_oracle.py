@@ -39,9 +39,9 @@ class OptunaOracle(keras_tuner.Oracle):
     def populate_space(self, trial_id: str) -> dict[str, Any]:
         """Return the values of the next trial."""
         self._tell()
+        self._study.sampler = self._new_sampler(len(self._study.trials))
         if self.recorded is not None:
             self._study.enqueue_trial(self._as_params(self.recorded))
-        self._study.sampler = self._new_sampler(len(self._study.trials))
         trial = self._running[trial_id] = self._study.ask()
         if self._tuner == "cmaes":
             _ = trial.relative_params  # CMA-ES has its state in the trials, also for fixed values
