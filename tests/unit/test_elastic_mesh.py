@@ -22,6 +22,7 @@ import pytest
 
 from tfdist.cluster import hold_ports
 from tfdist.cluster.address import split_address
+from tfdist.elastic import host_links
 from tfdist.elastic.engine import as_tensor
 from tfdist.elastic.host_links import HostLinks, _context
 from tfdist.elastic.mesh import Mesh, _read_lesson
@@ -250,6 +251,18 @@ def test_strangers_on_the_network_are_no_members():
             with end:
                 assert end.recv(1) == b"x"
                 assert end.version() == "TLSv1.3"
+
+
+def test_a_member_that_cannot_be_reached_is_named(monkeypatch):
+    monkeypatch.setattr(host_links, "_UNREACHABLE_S", 0.0)
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(port) for port in hold_ports(2)]
+        control, _ = map(stack.enter_context, socket.socketpair())
+        links = HostLinks(1, {member: port.address for member, port in enumerate(held)})
+        stack.callback(links.close)
+        links.use(PEM())
+        with pytest.raises(ConnectionError, match=f"worker-0 at {held[0].address}"):
+            links.meet({0}, 1, control, lambda: None)
 
 
 def job_of(mesh: Mesh) -> jobs.Job:

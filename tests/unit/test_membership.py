@@ -382,7 +382,7 @@ def test_a_request_for_workers_prints_the_launchers_decision(
     workers, code, says, monkeypatch, tmp_path, capsys
 ):
     state = elastic_job(max_restarts=1)
-    state.min_workers, state.is_done = 2, workers == 3
+    state.min_workers, state.done = 2, WORKERS[0] if workers == 3 else None
     selector, told = selectors.DefaultSelector(), []
     links = MemberLinks(
         f"test-{os.getpid()}-{workers}",
