@@ -114,6 +114,8 @@ def environment(name: str, interpreter: str, *, has_hub: bool) -> Path:
         others = ("kagglehub", "kagglesdk", "regex", "sentencepiece", "tokenizers")
         pip("install", *others, "-c", str(constraints))
         pip("install", "--no-deps", hub, text)
+    # Without bytecode, an import of TensorFlow takes three times as long, and pip alone compiles.
+    subprocess.run([python, "-m", "compileall", "-q", "-j", "0", folder / "lib"])
     ready.touch()
     return python
 
