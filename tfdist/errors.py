@@ -239,8 +239,8 @@ def mutually_exclusive(given: Mapping[str, object], *, fix: str = "") -> None:
 def end_mistakes_in_one_line() -> None:
     """Print an uncaught `TfdistError` as one line, and exit with the exit code of the error.
 
-    A scheduler sees only the exit code of a program, so `make_strategy` and the callbacks call
-    this function. The previous hook handles other errors.
+    A scheduler sees only the exit code of a program, so `make_strategy`, `run_dir` and callbacks
+    call this function. The previous hook handles other errors.
     """
     before = sys.excepthook
     if getattr(before, "tells_mistakes", False):

@@ -204,10 +204,17 @@ model.fit(np.ones((4, 4)), np.ones((4, 1)), verbose=0, callbacks=[tfdist.Run(see
 """
 
 
-def test_a_program_without_make_strategy_ends_in_one_line():
-    ran = forked_python.run("-c", OUTSIDE, timeout=120, env=os.environ | forked_python.ENVIRON)
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (OUTSIDE, "tfdist.Run: Keras' own fit trains this model"),
+        ("import tfdist; tfdist.run_dir()", "run_dir: this process has no run directory"),
+    ],
+)
+def test_a_program_without_make_strategy_ends_in_one_line(program, says):
+    ran = forked_python.run("-c", program, timeout=120, env=os.environ | forked_python.ENVIRON)
     assert (ran.returncode, "Traceback" in ran.stderr) == (2, False)
-    assert "tfdist: tfdist.Run: Keras' own fit trains this model" in ran.stderr
+    assert f"tfdist: {says}" in ran.stderr
 
 
 def test_settings_of_a_run_are_given_once(make):

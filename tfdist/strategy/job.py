@@ -13,7 +13,7 @@ from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from tfdist.cluster import AUTO, KINDS, Kind, TaskConfig, read_environment, resolved_kind
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, end_mistakes_in_one_line
 from tfdist.strategy.native import route_keras
 from tfdist.strategy.pipeline_setup import Stages
 from tfdist.strategy.ring import Members, Ring
@@ -171,6 +171,7 @@ def run_dir() -> Path:
     """
     config = read_environment(os.environ)
     if config is None or config.options.run_dir is None:
+        end_mistakes_in_one_line()
         raise UsageError(
             "run_dir",
             "this process has no run directory",
