@@ -248,9 +248,12 @@ def test_strangers_on_the_network_are_no_members():
             (end,) = accepted.result(DEADLINE_S).values()
             end.setblocking(True)
             member.sendall(b"x")
-            with end:
-                assert end.recv(1) == b"x"
-                assert end.version() == "TLSv1.3"
+            assert end.recv(1) == b"x"
+            assert end.version() == "TLSv1.3"
+            sent = pool.submit(lambda: member.sendall(bytes(1 << 23)) or member.close())
+            with end, end.makefile("rb") as stream:
+                assert len(stream.read()) == 1 << 23
+            sent.result(DEADLINE_S)
 
 
 def test_a_member_that_cannot_be_reached_is_named(monkeypatch):

@@ -153,6 +153,8 @@ class HostLinks:
 def _context(pem: str, side: int) -> ssl.SSLContext:
     made = ssl.SSLContext(side)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
+    if side == ssl.PROTOCOL_TLS_SERVER:
+        made.num_tickets = 0  # a client that closes with an unread ticket resets the connection
     made.check_hostname, made.verify_mode = False, ssl.CERT_REQUIRED
     made.load_verify_locations(cadata=pem[pem.index("-----BEGIN CERTIFICATE") :])
     fd = os.memfd_create("tfdist")  # OpenSSL reads keys only from files

@@ -229,7 +229,11 @@ class Mesh(Members):
         try:
             with self._teacher(fds, member) as teacher:
                 self._replay = _read_lesson(teacher)
+        except InterruptedError:
+            return False
         except OSError:
+            if not fds:  # the network failed, or the teacher's host
+                self._say(ready=True)
             return False
         if self._replay is None:
             self._wait_for_the_end()
