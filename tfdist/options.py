@@ -287,6 +287,8 @@ class JobOptions(_Shape):
     )
     control: str | None = option(None)
     """Name of the launcher's socket for the members of an elastic job."""
+    probe_s: float | None = option(None, above=0)
+    """Seconds after which the job's first `fit` ends the program, for a measurement."""
 
     def __post_init__(self) -> None:
         check(self, "tfdist.{0.name}", code="TFC019")
@@ -405,6 +407,10 @@ class LaunchFlags(HostFlags, JobSettings):
     )
     independent: bool = option(
         False, "let each task train its own model, in a program without make_strategy"
+    )
+    probe: bool = option(
+        False,
+        "train 20 s under single, mirrored, multiworker and ps, and print the examples per second",
     )
     dry_run: bool = option(
         False,

@@ -127,6 +127,7 @@ grpc.channel_ready_future(grpc.insecure_channel(grpc_address)).result(60)
 """
 BEFORE = {
     "README.md": f'{FLAT}{DATA}\nos.environ["TFDIST_RUN_DIR"] = "run"',
+    "docs/all_reduce.md": "",
     "docs/checkpoints.md": f'{FLAT}{DATA}{MODEL}\nmodel.save("pretrained.keras")',
     "docs/data.md": f"{FLAT}{DATA}{RECORDS}{MODEL}",
     "docs/find.md": f"{FLAT}{DATA}{MODEL}\ny = x.argmax(1) // 8",
@@ -142,12 +143,20 @@ BEFORE = {
     "docs/tuning.md": f"{FLAT}{DATA}{SEARCHED}",
     "docs/tutorials/resume.md": f"""{FLAT}{DATA}{MODEL}
 tfdist.fit(model, x, y, callbacks=[tfdist.BackupAndRestore("runs/digits/backup")])""",
+    "docs/tutorials/phases.md": "",
     "docs/tutorials/ray.md": "",
     "docs/upstream/tensorflow-cache-after-prefetch.md": "",
 }
 """What a page takes for granted; of pages that are not here: data, and a model in a scope."""
 AFTER = {
     "README.md": 'assert os.path.exists("run/backup")',
+    "docs/all_reduce.md": """
+for tasks in (2, 3, 5):
+    arrays = list(np.random.default_rng(1).random((tasks, 7)))
+    for algorithm in naive, ring:
+        for summed in all_reduce(algorithm, arrays):
+            np.testing.assert_allclose(summed, sum(arrays))
+""",
     "docs/checkpoints.md": """
 assert checkpoint.step == 20 and checkpoint.arrays["weights/0"].shape == (64, 8)
 tfdist.fit(model, x, y, epochs=2, validation_data=(xv, yv), callbacks=[Best()])
@@ -176,6 +185,8 @@ assert os.path.exists("run/model.keras")
 """,
 }
 """What is asked of a page's first program at its end, or done with what it defines."""
+SHOWN = ("docs/all_reduce.md", "docs/tutorials/phases.md")
+"""Pages whose blocks marked `console` are the output of their Python."""
 WITH_PYTHON = [page for page in PAGES if any(python_blocks(page))]
 _BEGINS = re.compile(r"tfdist\.make_strategy\(|__main__")
 
@@ -202,3 +213,5 @@ def test_the_python_of_a_page_runs(page, tmp_path):
         environ = {**os.environ, **forked_python.ENVIRON}
         done = forked_python.run(str(program), timeout=DEADLINE_S, cwd=tmp_path, env=environ)
         assert done.returncode == 0, done.stdout + done.stderr
+        for _, output in python_blocks(page, "console") if name_of(page) in SHOWN else ():
+            assert output in done.stdout

@@ -1,5 +1,6 @@
 """`model.fit` and its like of a model made in the job's scope: the engine, as `tfdist.fit`."""
 
+import functools
 import itertools
 import json
 import os
@@ -360,11 +361,11 @@ def test_a_fast_development_run_does_some_batches_and_writes_nothing(make, block
 # The run directory: `metrics.jsonl` of every fit in it.
 
 
-def in_run_dir(strategies, monkeypatch, run_dir):
+def in_run_dir(strategies, monkeypatch, run_dir, **more):
     """A model of a job that has a run directory."""
     monkeypatch.setattr(job, "_made", [])
     monkeypatch.setattr(metrics_file, "_fits", itertools.count(1))
-    options = JobOptions(run_dir=str(run_dir))
+    options = JobOptions(run_dir=str(run_dir), **more)
     config = TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
     kind = KINDS["mirrored"]
     strategy = job.remember(Job(strategy=strategies[2], kind=kind, config=config)).strategy
@@ -401,6 +402,33 @@ def test_a_callback_of_its_own_that_writes_the_file_is_the_only_one(
     model.fit(X, Y, batch_size=10, verbose=0, callbacks=Own())
     tfdist.fit(model, X, Y, batch_size=10, verbose=0, fast_dev_run=True)
     assert steps_of(tmp_path / "run") == []
+
+
+def test_a_probe_measures_without_the_first_block_and_ends_the_program(
+    strategies, monkeypatch, tmp_path
+):
+    seconds, validated = itertools.count(), []
+    made = functools.partial(metrics_file.Probe, clock=lambda: float(next(seconds)))
+    monkeypatch.setattr(metrics_file, "Probe", made)
+    model = in_run_dir(strategies, monkeypatch, tmp_path / "run", probe_s=7)
+    validates = keras.callbacks.LambdaCallback()
+    validates.on_test_batch_end = lambda batch, logs=None: validated.append(batch)
+    callbacks = [
+        validates,
+        tfdist.BackupAndRestore(tmp_path / "backup"),
+        keras.callbacks.ModelCheckpoint(tmp_path / "best.keras"),
+    ]
+    options = {"batch_size": 10, "validation_data": (X, Y), "verbose": 0}
+    with pytest.raises(SystemExit) as ended:
+        model.fit(X, Y, epochs=99, callbacks=callbacks, **options)
+    assert ended.value.code == 0
+    lines = RunDirectory(tmp_path / "run").read_metrics()
+    assert [line["seconds"] for line in lines] == [*range(8)]  # a second for each block
+    counts = [line["examples"] for line in lines]
+    assert counts[0] == 0
+    assert all(10 <= after - before <= 40 for before, after in itertools.pairwise(counts))
+    assert set(validated) == {0}
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_file_that_cannot_be_written_is_one_warning(strategies, monkeypatch, tmp_path, warnings):

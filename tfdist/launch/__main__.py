@@ -50,6 +50,10 @@ def _run(argv: Sequence[str] | None) -> int:
     from tfdist.launch.fork_server import FORK_SERVER  # slow: not for --help
     from tfdist.launch.job import run_job
 
+    if options.probe:
+        from tfdist.launch.probe import run_probe
+
+        return run_probe(options, environ=dict(os.environ))
     fd = os.environ.pop(FORK_SERVER, "")  # a launcher inside a task does not have it open
     return run_job(options, environ=dict(os.environ), fork_server=int(fd) if fd else None)
 

@@ -89,11 +89,16 @@ _READ = (CLUSTER, PORTS, RESTARTS, UNCOUNTED_RESTARTS)
 
 
 def run_job(
-    options: LaunchOptions, *, environ: Mapping[str, str], fork_server: int | None = None
+    options: LaunchOptions,
+    *,
+    environ: Mapping[str, str],
+    fork_server: int | None = None,
+    screen: JobScreen | None = None,
 ) -> int:
     """Run a job and return its exit code. With ``dry_run``, only print the plan.
 
-    If `fork_server` is set, it is the socket of the server that forks the tasks.
+    If `fork_server` is set, it is the socket of the server that forks the tasks. `screen` replaces
+    the standard screen of a job on this machine.
 
     Raises:
         UsageError: The options are invalid for this job. No task was started.
@@ -121,7 +126,7 @@ def run_job(
     divide_gpus(job, job.local_tasks)  # raises before the run directory exists
     if not options.isolate:  # an existing server is outside the job's network
         job = dataclasses.replace(job, fork_server=fork_server)
-    return _run(job)
+    return _run(job, screen or standard_screen(environ, verbosity=options.verbosity))
 
 
 def serve(first: Message, pipe: Pipe) -> int:
@@ -232,12 +237,11 @@ def _show(job: JobDescription) -> int:
     return 0
 
 
-def _run(job: JobDescription) -> int:
+def _run(job: JobDescription, screen: JobScreen) -> int:
     network = ""
     if job.options.isolate:
         network = isolate(job.environ)
         enclose()
-    screen = standard_screen(job.environ, verbosity=job.options.verbosity)
     with (
         PortPool(job.num_local_addresses, among=job.ports) as ports,
         SignalPipe() as signals,

@@ -31,6 +31,10 @@ from tfdist.options import (
 StartMethod = Literal["exec", "fork"]
 
 DEFAULT_MODULE = "tfdist.train"
+_CHOSEN_BY_PROBE = (
+    *("strategy", "stages", "elastic", "hosts", "on"),
+    *("run_dir", "resume", "evaluator", "dry_run"),
+)
 MOST_MEMBERS = 32  # the launcher makes a pair of sockets for each two members
 
 
@@ -64,6 +68,8 @@ class LaunchOptions(LaunchFlags):
     program: Program = Program()
 
     def __post_init__(self) -> None:
+        if self.probe:
+            _require_free_choice(self)
         for value, strategy in ((self.stages, "pipeline"), (self.ps, "ps")):
             if value is not None and self.strategy == AUTO.name:
                 object.__setattr__(self, "strategy", strategy)
@@ -87,6 +93,14 @@ class LaunchOptions(LaunchFlags):
     def port_range(self) -> range | None:
         """Return the ports that the job may use, or `None` for any port."""
         return None if self.ports is None else parse_ports(self.ports, where="--ports")
+
+
+def _require_free_choice(options: LaunchOptions) -> None:
+    """Refuse the options that a probe sets, and the options of another kind of job."""
+    for name in _CHOSEN_BY_PROBE:
+        if getattr(options, name) not in (None, False, AUTO.name):
+            problem = "--probe runs one job of each strategy on this machine"
+            _refuse(name, problem, f"leave --{name} or --probe out")
 
 
 def _require_elastic(options: LaunchOptions) -> None:

@@ -96,13 +96,14 @@ def callback_list(
 
 
 def writes_files(callback: Any) -> bool:
-    """Return whether a callback saves or logs, so that a fast development run leaves it out."""
+    """Return whether a callback saves or logs, so that a short trial run leaves it out."""
     savers = BackupAndRestore | keras.callbacks.BackupAndRestore | PublishModel
     saves = isinstance(callback, savers)
     is_writer = isinstance(callback, _WRITERS) and not isinstance(
         callback, keras.callbacks.ProgbarLogger
     )
-    return saves or is_writer or trackers.package_of(callback) is not None
+    logs = is_writer or getattr(callback, "writes_metrics", False)
+    return saves or logs or trackers.package_of(callback) is not None
 
 
 def chiefs_of(callbacks: Sequence[Any]) -> list[Any]:

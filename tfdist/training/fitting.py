@@ -23,12 +23,12 @@ from tfdist.strategy import Job, broadcast, current_job, job_of
 from tfdist.strategy.group import require_same_place
 from tfdist.training import building, inputs, kept, keras_compat, resume
 from tfdist.training.blocks import BlockRunner, naming_bad_data
-from tfdist.training.callbacks import writes_files
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.evaluation import Evaluation, evaluate_checkpoints, evaluator_of
 from tfdist.training.inputs import Length
 from tfdist.training.keras_compat.trace import warn_once
 from tfdist.training.loop import RunPlan, TrainLoop
+from tfdist.training.probing import shortened
 from tfdist.training.program import (
     Engine,
     RunObserver,
@@ -91,13 +91,12 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     """
     callbacks, run = run_of(callbacks, settings)
     most_epochs, most_steps = keras.config.max_epochs(), keras.config.max_steps_per_epoch()
-    if batches := run.dev_batches:
-        callbacks = [callback for callback in callbacks if not writes_files(callback)]
+    job, batches = building.job_for(model, doing="fit"), run.dev_batches
+    callbacks, validation_steps = shortened(job, callbacks, validation_steps, batches=batches)
+    if batches:
         run = dataclasses.replace(run, virtual_epochs=None)
         most_epochs, most_steps = 1, batches
-        validation_steps = min(batches, validation_steps or batches)
         initial_epoch, validation_freq = 0, 1
-    job = building.job_for(model, doing="fit")
     building.require_compiled(model, doing="fit")
     optimizer, variables = model.optimizer, model.trainable_variables
     sharded = run.sharded_optimizer and building.shards(

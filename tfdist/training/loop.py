@@ -36,7 +36,7 @@ from tfdist.training.callbacks import (
     wants_every_batch,
     wants_logs,
 )
-from tfdist.training.metrics_file import MetricsFile, metrics_file
+from tfdist.training.metrics_file import metrics_file
 from tfdist.training.program import LoopState, RunObserver
 from tfdist.training.run_settings import Run
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
@@ -156,7 +156,7 @@ class TrainLoop:
         self._finish()
         return model.history
 
-    def _metrics_file(self, callbacks: Sequence[Any]) -> list[MetricsFile]:
+    def _metrics_file(self, callbacks: Sequence[Any]) -> list[keras.callbacks.Callback]:
         first = self._plan.initial_epoch
         if self._plan.run.fast_dev_run:
             return []

@@ -10,9 +10,11 @@ from typing import Any
 import keras
 
 from tfdist.errors import TfdistError
+from tfdist.options import JobOptions
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, current_job
 from tfdist.training.epochs import EpochPlan
+from tfdist.training.probing import Probe
 from tfdist.training.program import engine_class
 from tfdist.training.trackers import warn
 
@@ -159,12 +161,14 @@ class MetricsFile(keras.callbacks.Callback):
 
 def metrics_file(
     callbacks: Sequence[Any], plan: EpochPlan, *, job: Job, initial_epoch: int
-) -> list[MetricsFile]:
+) -> list[keras.callbacks.Callback]:
     """Return [the writer of `metrics.jsonl`], or [] without a directory or with another writer."""
-    run_dir = job.config.options.run_dir if job.config else None
-    if run_dir is None or any(getattr(c, "writes_metrics", False) for c in callbacks):
+    options = job.config.options if job.config else JobOptions()
+    if options.run_dir is None or any(getattr(c, "writes_metrics", False) for c in callbacks):
         return []
-    directory = RunDirectory(run_dir)
+    directory = RunDirectory(options.run_dir)
+    if options.probe_s is not None:
+        return [Probe(directory if job.is_chief else None, plan, limit_s=options.probe_s)]
     return [MetricsFile(directory, plan, fit=next(_fits), initial_epoch=initial_epoch)]
 
 
