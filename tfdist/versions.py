@@ -42,7 +42,7 @@ RECEIPTS = (
     Receipt("3.12", "2.20.0", "3.15.1", "one process"),
     Receipt("3.12", "2.21.0", "3.16.0.dev2026102704", "core"),
     Receipt("3.12", "2.22.0rc0", "3.14.1", "core, jobs"),
-    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", "training"),
+    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", "core"),
     Receipt("3.13", "2.21.0", "3.14.1", "core"),
     Receipt("3.13", "2.22.0rc0", "3.15.1", "one process, jobs"),
 )
