@@ -32,6 +32,7 @@ from tfdist.launch.events import (
     Leave,
     MemberAcked,
     MemberAdmits,
+    MemberBroken,
     MemberKnocks,
     MemberReady,
     MemberReplaceable,
@@ -185,6 +186,8 @@ class _Decision:
                 self._change(membership.knocked(task.index))
             case MemberAdmits(epoch=epoch, joining=joining):
                 self._change(membership.admitted(joining.index, epoch))
+            case MemberBroken(task=task, epoch=epoch):
+                self._change(membership.broken(task.index, epoch))
             case MemberReplaceable(task=task):
                 state.tasks[task].is_replaceable = event.is_replaceable
             case Resize(workers=workers):
