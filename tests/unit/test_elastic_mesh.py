@@ -123,6 +123,8 @@ class Job:
         match message:
             case {"ready": _}:
                 self.do(self.membership.ready(member))
+            case {"broken": epoch}:
+                self.do(self.membership.broken(member, epoch))
             case {"ack": epoch, "done": done, "has_state": _}:
                 self.do(self.membership.acked(member, epoch, done))
 
@@ -217,6 +219,26 @@ def test_members_on_several_hosts_have_the_same_bits_after_kills(undisturbed, se
             steps.pop(0)
 
     assert job.run(chaos) == {undisturbed}
+
+
+def test_a_broken_connection_between_hosts_is_the_next_view(undisturbed):
+    def program(mesh: Mesh) -> str:
+        rest = iter(range(STEPS, -1, -1))
+        gather = mesh.gather_shards
+
+        def then_break(*args, **options):
+            if next(rest) == STEPS // 2 and mesh.is_first:
+                for end in mesh._peers.values():
+                    end.shutdown(socket.SHUT_RDWR)
+            return gather(*args, **options)
+
+        mesh.gather_shards = then_break
+        return train(mesh, STEPS)
+
+    job = Job(3, program, hosts=3)
+    assert job.run() == {undisturbed}
+    assert not job.killed
+    assert job.views >= 2
 
 
 def test_strangers_on_the_network_are_no_members():

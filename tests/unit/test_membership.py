@@ -70,7 +70,7 @@ class World:
         self.members = {n: Member(n, joins=False) for n in range(self.count)}
         self.dead = deque()
         self.parts = {}
-        self.kills, self.restarts = self.draws.randrange(9), self.draws.randrange(9)
+        self.kills, self.restarts, self.breaks = (self.draws.randrange(9) for _ in range(3))
 
     def run(self):
         for _ in range(MOST_EVENTS):
@@ -94,6 +94,8 @@ class World:
                 found.append(lambda m=member: self.contribute(m))
             if self.can_finish(member):
                 found.append(lambda m=member: self.finish(m))
+            if self.breaks and member.epoch and self.draws.random() < KILL_RATE:
+                found.append(lambda m=member: self.cut(m))
         if self.dead:
             found.append(self.bury)
         is_time = self.draws.random() < KILL_RATE
@@ -170,6 +172,8 @@ class World:
                 steps = self.membership.acked(member.number, epoch, done, has_state=has_state)
             case ("knock",):
                 steps = self.membership.knocked(member.number)
+            case ("broken", epoch):
+                steps = self.membership.broken(member.number, epoch)
             case ("admit", joins, epoch):
                 steps = self.membership.admitted(joins, epoch)
         self.do(steps)
@@ -190,6 +194,10 @@ class World:
         self.kills -= 1
         del self.members[number]
         self.dead.append(number)
+
+    def cut(self, member):
+        self.breaks -= 1
+        member.outbox.append(("broken", member.epoch))
 
     def bury(self):
         number = self.dead.popleft()

@@ -54,7 +54,7 @@ class _ViewChanged(Exception):
 
 
 class _Broken(Exception):
-    """A peer has exited. The launcher announces a view without it."""
+    """A peer has exited, or a connection between hosts is broken. The next view follows."""
 
 
 class Mesh(Members):
@@ -659,7 +659,7 @@ class Mesh(Members):
         except NOT_NOW:
             return False
         except OSError:
-            raise _Broken from None
+            raise self._broken() from None
         remove_first(views, sent)
         return True
 
@@ -674,11 +674,17 @@ class Mesh(Members):
         except NOT_NOW:
             return False
         except OSError:
-            raise _Broken from None
+            raise self._broken() from None
         if not received:
-            raise _Broken
+            raise self._broken()
         remove_first(views, received)
         return True
+
+    def _broken(self) -> _Broken:
+        """Return the exception for a broken connection. Between hosts, the peer may still run."""
+        if self._links is not None:
+            self._say(broken=self.epoch)
+        return _Broken()
 
     def _wait(
         self, sending: Mapping[int, deque[memoryview]], receiving: Mapping[int, deque[memoryview]]

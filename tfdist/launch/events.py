@@ -141,6 +141,14 @@ class MemberAdmits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemberBroken:
+    """Loss of a member's connection to another member of its view."""
+
+    task: Task
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReplaceable:
     """Message of the chief that another member can replace it from now on, or no longer."""
 
@@ -158,7 +166,15 @@ class Resize:
 NOT_STEADY = "the job is starting or ending"
 
 
-MemberEvent = MemberReady | MemberAcked | MemberKnocks | MemberAdmits | MemberReplaceable | Resize
+MemberEvent = (
+    MemberReady
+    | MemberAcked
+    | MemberKnocks
+    | MemberAdmits
+    | MemberBroken
+    | MemberReplaceable
+    | Resize
+)
 Event = Started | Raised | Beat | Ended | StopRequest | MemberEvent
 
 

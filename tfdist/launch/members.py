@@ -26,6 +26,7 @@ from tfdist.launch.events import (
     Leave,
     MemberAcked,
     MemberAdmits,
+    MemberBroken,
     MemberKnocks,
     MemberReady,
     MemberReplaceable,
@@ -207,6 +208,8 @@ class MemberLinks:
                 self._tell(MemberAcked(task=task, epoch=epoch, done=done, has_state=state))
             case {"is_replaceable": bool(is_replaceable)}:
                 self._tell(MemberReplaceable(task=task, is_replaceable=is_replaceable))
+            case {"broken": int(epoch)}:
+                self._tell(MemberBroken(task=task, epoch=epoch))
             case {"knock": True}:
                 self._tell(MemberKnocks(task=task))
             case {"admit": int(joining), "epoch": int(epoch)}:

@@ -108,6 +108,11 @@ class Membership:
             return []
         return self._view({*self.members, *({joining} & self._waiting)} & self._present)
 
+    def broken(self, member: int, epoch: int) -> list[Step]:
+        """A member has lost its connection to another member, which may still run."""
+        is_now = epoch == self.epoch and member in self.members
+        return self._view(self.members) if is_now else []
+
     def lost(self, member: int) -> list[Step]:
         """A member's process has exited."""
         self._present.discard(member)

@@ -32,6 +32,7 @@ from tfdist.launch.events import (
     Leave,
     MemberAcked,
     MemberAdmits,
+    MemberBroken,
     MemberKnocks,
     MemberReady,
     MemberReplaceable,
@@ -185,6 +186,8 @@ class _Decision:
                 self._change(membership.knocked(task.index))
             case MemberAdmits(epoch=epoch, joining=joining):
                 self._change(membership.admitted(joining.index, epoch))
+            case MemberBroken(task=task, epoch=epoch):
+                self._change(membership.broken(task.index, epoch))
             case MemberReplaceable(task=task):
                 state.tasks[task].is_replaceable = event.is_replaceable
             case Resize(workers=workers):
@@ -218,10 +221,9 @@ class _Decision:
                             joining=tuple(map(_worker, step.joining)),
                         )
                     )
-                case Welcome(joining=joining, teacher=member):
-                    self._acquaint(joining, member, is_ready=False)
-                case Knock(joining=joining, first=member):
-                    self._acquaint(joining, member, is_ready=True)
+                case Welcome(joining=new, teacher=member) | Knock(joining=new, first=member):
+                    task, other, is_ready = _worker(new), _worker(member), isinstance(step, Knock)
+                    self._do(Acquaint(joining=task, member=other, is_ready=is_ready))
                 case Fence(member=member, reason=reason):
                     self._fence(_worker(member), reason)
 
@@ -244,10 +246,6 @@ class _Decision:
             records = state.tasks.setdefault(task, TaskState(records=[])).records
             records.append(TaskRecord(task=task, restart=len(records)))
             self._start(task)
-
-    def _acquaint(self, joining: int, member: int, *, is_ready: bool) -> None:
-        task, other = _worker(joining), _worker(member)
-        self._do(Acquaint(joining=task, member=other, is_ready=is_ready))
 
     def _fence(self, task: Task, reason: str) -> None:
         """Kill a member that cannot go on with the others."""
