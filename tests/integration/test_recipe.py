@@ -170,6 +170,7 @@ def test_a_resumed_run_reports_each_value_once_without_exponents(directory, tmp_
     for step in (10, 20):  # and step 20 was not saved
         directory.append_metrics({"step": step, "virtual_epoch": step // 10, "loss": 1e-7 * step})
     file = tmp_path / "metrics.log"
+    file.write_text("2026-01-01T00:00:00Z loss=0.000001\n2026-01-01T00:00:01Z loss=0.000002\n")
     reporter = reporter_of(directory, Clock(), str(file))
     reporter.on_epoch_begin(1)
     reporter.resumed_at(10)

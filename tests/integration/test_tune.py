@@ -234,7 +234,7 @@ def test_spaces_that_optuna_cannot_search_are_refused(tmp_path, tuner, source, s
     options = SweepOptions(
         config=str(tmp_path / "config.py"), sweep_dir=tmp_path / "sweep", tuner=tuner
     )
-    error = refusal(lambda: sweep.run(ConfigSweep(options, base(), {})))
+    error = refusal(lambda: ConfigSweep(options, base(), {}).describe())
     assert (error.where, error.code) == (f"--tuner {tuner}", "unsupported-space")
     assert says in str(error)
 
