@@ -3,6 +3,8 @@
 Where a plain Keras of today still fails, the test says how.
 """
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -68,7 +70,9 @@ def test_keras_23085_a_custom_loop_with_an_optimizer_that_has_variables(one, two
     _, _, step = make(two)
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
     batches = iter(two.experimental_distribute_dataset(data))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="feed a value for placeholder"):
+    is_fixed = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
+    fails = pytest.raises(tf.errors.InvalidArgumentError, match="feed a value for placeholder")
+    with contextlib.nullcontext() if is_fixed else fails:
         tf.function(lambda: two.run(step, args=(next(batches),)))()
 
     _, _, step = make(two)
