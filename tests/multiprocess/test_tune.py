@@ -143,7 +143,7 @@ class Sweep:
     program: tuple[str, ...] = ("-c", TUNE)
 
     FLAGS = (
-        *("--config", str(ROOT / "configs" / "digits_sweep.py"), "--seed", "5"),
+        *("--config", str(ROOT / "configs" / "digits_sweep.py"), "--seed", "346"),
         *("--tuner", "tpe"),
         *("--config.total_examples=14400", "--config.checkpoints=3"),
         "--config.backup_every_steps=5",
