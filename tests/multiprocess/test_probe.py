@@ -1,5 +1,6 @@
 """`--probe`: a program under each strategy, with jobs of its own."""
 
+import os
 import re
 import subprocess
 import sys
@@ -27,10 +28,14 @@ sys.exit(__main__.main(sys.argv[1:]))
 
 
 def test_a_program_is_measured_under_each_strategy(tmp_path):
-    (tmp_path / "train.py").write_text(PROGRAM)
+    folder, scratch = tmp_path / "program", tmp_path / "scratch"
+    folder.mkdir()
+    scratch.mkdir()
+    (folder / "train.py").write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "-c", SHORT, "--probe", "--ps", "1", "train.py"],
-        capture_output=True, cwd=tmp_path, text=True, timeout=500,
+        capture_output=True, cwd=folder, text=True, timeout=500,
+        env={**os.environ, "TMPDIR": str(scratch)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     table = done.stdout.split("noise\n")[1]
@@ -42,4 +47,5 @@ def test_a_program_is_measured_under_each_strategy(tmp_path):
     assert [row[2] == "-" for row in rows] == [False, True, False, False], done.stdout
     assert "ValueError: no replicas" in table
     assert re.search(r"^(fastest|within noise): ", table, re.MULTILINE)
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
+    assert len(list(scratch.glob("tfdist-probe-*"))) == 1  # the logs of the failed job

@@ -31,10 +31,8 @@ from tfdist.options import (
 StartMethod = Literal["exec", "fork"]
 
 DEFAULT_MODULE = "tfdist.train"
-_CHOSEN_BY_PROBE = (
-    *("strategy", "stages", "elastic", "hosts", "on"),
-    *("run_dir", "resume", "evaluator", "dry_run"),
-)
+_OTHER_JOBS = ("strategy", "stages", "elastic", "evaluator")
+_OTHER_PLACES = ("hosts", "on", "run_dir", "resume")
 MOST_MEMBERS = 32  # the launcher makes a pair of sockets for each two members
 
 
@@ -97,7 +95,7 @@ class LaunchOptions(LaunchFlags):
 
 def _require_free_choice(options: LaunchOptions) -> None:
     """Refuse the options that a probe sets, and the options of another kind of job."""
-    for name in _CHOSEN_BY_PROBE:
+    for name in (*_OTHER_JOBS, *_OTHER_PLACES, "dry_run"):
         if getattr(options, name) not in (None, False, AUTO.name):
             problem = "--probe runs one job of each strategy on this machine"
             _refuse(name, problem, f"leave --{name} or --probe out")

@@ -95,5 +95,6 @@ class Probe(keras.callbacks.Callback):
         assert self._seconds is not None
         self._lines, self._written_s = self._lines + 1, self._seconds
         if self._directory is not None:
+            self._directory.path.mkdir(parents=True, exist_ok=True)
             line = {"seconds": self._seconds, "examples": self._examples}
             self._directory.append_metrics(line)
