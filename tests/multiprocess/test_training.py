@@ -200,7 +200,6 @@ def left_by_one_device(tmp_path_factory):
 @pytest.mark.parametrize(
     "flags",
     [
-        ("mirrored", "--devices_per_worker=2"),
         ("multiworker", "--workers=2"),
         ("pipeline", "--workers=2", "--stages=2"),
     ],

@@ -116,6 +116,15 @@ def test_what_is_tried_again_has_a_replica_for_itself_and_the_others_work():
     assert bench.has(2) == [[b"g"]]
 
 
+def test_a_request_on_which_two_replicas_die_is_not_sent_to_a_third():
+    bench = Bench(1, 2, 3)
+    bench.ask(b"a")
+    bench.dispatcher.lost(1)
+    bench.dispatcher.lost(2)
+    assert bench.has(3) == [[]]
+    assert str(bench.outcomes[b"a"]) == "2 replicas exited while computing this request"
+
+
 def test_a_request_whose_client_or_deadline_has_gone_is_not_sent():
     bench = Bench(window=1)
     bench.ask(b"gone").abandoned = True
