@@ -26,7 +26,8 @@ from tfdist.launch.screen import Console, JobScreen
 from tfdist.options import LaunchFlags, table
 from tfdist.outputs.run_directory import RunDirectory
 
-STRATEGIES = ("single", "mirrored", "multiworker", "ps")
+STRATEGIES = tuple(name for name, kind in KINDS.items() if not (kind.has_stages or kind.is_elastic))
+"""Strategies that run any program on one machine, without stages or shards."""
 SECONDS = 20.0
 _FEWEST = 3
 _LEAST_NOISE = 0.05  # two runs of the same job may differ by as much
