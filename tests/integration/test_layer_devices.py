@@ -169,10 +169,10 @@ class Block(L.Layer):
         self.supports_masking = True
         self.first, self.last = L.Dense(4, activation="tanh", name="in"), L.Dense(3, name="out")
 
-    def call(self, inputs, scale=None, training=False, mask=None):
+    def call(self, inputs, scale=None, training=False, inputs_mask=None):
         x = self.first(inputs["x"]) * (2.0 if training else 1.0)
-        if mask is not None:
-            x *= keras.ops.cast(mask["x"], x.dtype)[..., None]
+        if inputs_mask["x"] is not None:
+            x *= keras.ops.cast(inputs_mask["x"], x.dtype)[..., None]
         return {"y": (self.last(x) * scale,), "x": inputs["x"]}
 
     def compute_mask(self, inputs, previous):
