@@ -234,6 +234,7 @@ def test_each_device_computes_its_part_of_the_batch():
         found = {}
         for node in step.get_concrete_function().graph.as_graph_def().node:
             if node.device and (place := re.search(r"twice.*part_(\d)", node.name)):
+                assert node.name.count("/part_") == 1  # inner layers do not divide again
                 key = int(place[1]), node.name.startswith("gradient_tape/"), node.op == "MatMul"
                 found.setdefault(key, set()).add(int(node.device.rpartition(":")[2]))
         products = {key[:2]: devices for key, devices in found.items() if key[2]}
