@@ -169,10 +169,10 @@ class Block(L.Layer):
         self.supports_masking = True
         self.first, self.last = L.Dense(4, activation="tanh", name="in"), L.Dense(3, name="out")
 
-    def call(self, inputs, scale=None, training=False, mask=None):
+    def call(self, inputs, scale=None, training=False, inputs_mask=None):
         x = self.first(inputs["x"]) * (2.0 if training else 1.0)
-        if mask is not None:
-            x *= keras.ops.cast(mask["x"], x.dtype)[..., None]
+        if inputs_mask["x"] is not None:
+            x *= keras.ops.cast(inputs_mask["x"], x.dtype)[..., None]
         return {"y": (self.last(x) * scale,), "x": inputs["x"]}
 
     def compute_mask(self, inputs, previous):
@@ -234,6 +234,7 @@ def test_each_device_computes_its_part_of_the_batch():
         found = {}
         for node in step.get_concrete_function().graph.as_graph_def().node:
             if node.device and (place := re.search(r"twice.*part_(\d)", node.name)):
+                assert node.name.count("/part_") == 1  # inner layers do not divide again
                 key = int(place[1]), node.name.startswith("gradient_tape/"), node.op == "MatMul"
                 found.setdefault(key, set()).add(int(node.device.rpartition(":")[2]))
         products = {key[:2]: devices for key, devices in found.items() if key[2]}
