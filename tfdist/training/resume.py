@@ -176,8 +176,8 @@ def logs_before_validation(saved: RunState | None) -> dict[str, Any] | None:
 def may_break_off(model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]) -> bool:
     """Return whether the model's state stays equal to the training state during a validation.
 
-    It does not if a callback swaps in other weights, because swapping back may change bits. It
-    also does not if stateful layers change from batch to batch.
+    The state changes if a callback swaps in other weights, because swapping back may change bits.
+    The state also changes if stateful layers change from batch to batch.
     """
     swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
     return not (swaps or states_of(model))
