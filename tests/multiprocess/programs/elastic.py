@@ -3,7 +3,8 @@
 FAULTS maps a worker to a hook and to the epoch, in its process, at which it dies there. "save" is a
 hook, too. RESIZES maps an epoch to a number of workers, which the chief asks for. With JOINED, the
 chief waits at the begin of epoch 3 until the job has this number of workers, or another one knocks.
-At its end, the chief prints a digest of the files that the job has written.
+At its end, the chief prints a digest of the files that the job has written. EPOCHS is the number of
+epochs. Each worker writes its process id to a file of the run directory.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from tfdist.strategy import current_job
 FAULTS = json.loads(os.environ.get("FAULTS", "{}"))
 RESIZES = json.loads(os.environ.get("RESIZES", "{}"))
 JOINED = int(os.environ.get("JOINED", "0"))
+EPOCHS = int(os.environ.get("EPOCHS", "6"))
 ME = "worker-{index}".format(**json.loads(os.environ["TF_CONFIG"])["task"])
 
 
@@ -69,6 +71,7 @@ class Backup(tfdist.BackupAndRestore):
         return super()._write(*args, **options)
 
 
+(tfdist.run_dir() / f"{ME}.pid").write_text(str(os.getpid()))
 strategy = tfdist.make_strategy()
 rng = np.random.default_rng(0)
 x, y = rng.random((256, 8, 8, 1), np.float32), rng.integers(0, 5, 256)
@@ -97,7 +100,7 @@ history = model.fit(
     x,
     y,
     batch_size=32,
-    epochs=6,
+    epochs=EPOCHS,
     verbose=0,
     validation_data=(x[:48], y[:48]),
     callbacks=[tfdist.Run(seed=3), faults, *writers, *backups],
@@ -108,7 +111,7 @@ print(
 )
 if tfdist.is_chief():
     steps = [each.store.latest() for each in backups]
-    assert steps == [6 * 8] * len(backups), steps
+    assert steps == [EPOCHS * 8] * len(backups), steps
     model.load_weights(best)
     lines = map(json.loads, (tfdist.run_dir() / "metrics.jsonl").read_text().splitlines())
     written = [{**line, "examples_per_second": 0} for line in lines]
