@@ -1,7 +1,7 @@
 """Hosts of a job: their list, and the tasks of each host.
 
 Host 0 is the launcher's host. Each other host has an agent. If the launcher's host is not in the
-list, host 0 has no tasks. I/O: name resolution, digests of files, and reservations in Ray.
+list, host 0 has no tasks. I/O: name resolution, digests of files, openssl and Ray.
 """
 
 from __future__ import annotations
@@ -290,8 +290,8 @@ def is_this_host(host: str, environ: Mapping[str, str]) -> bool:
 def own_address(host: str, *, other: str) -> str:
     """Return the address of this machine, which is `host` in the list of hosts.
 
-    If the name resolves to loopback (Debian's default on the machine itself), return the local
-    address of the route to `other`.
+    If the name resolves to loopback (Debian does so for its own name), return the local address
+    of the route to `other`.
 
     Raises:
         UsageError: `host` does not resolve to an address of this machine.
