@@ -32,7 +32,7 @@ _MAX_METRICS = 6
 
 
 def command_of(options: LaunchOptions) -> dict[str, Any]:
-    """Return the program, arguments and identifying flags, which are the same for equal commands.
+    """Return the program, the arguments and the flags that identify a command.
 
     Secrets in the arguments are hidden.
     """

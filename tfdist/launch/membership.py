@@ -3,7 +3,7 @@
 The launcher knows the members, not their training. Each change of the members makes a new view. All
 members leave the old view and answer with their number of finished operations. When all have
 answered, the launcher lets them go on, with new sockets between them. Each operation, such as a sum
-of gradients, needs a part from every member. So the members' numbers differ by at most one. A
+of gradients, needs a part from every member. So the numbers of the members differ by at most 1. A
 member that is behind gets the last operation's result from another member.
 """
 

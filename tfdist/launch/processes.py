@@ -51,7 +51,7 @@ _MAX_READS = 64  # of an exited task's pipe: a child may still write
 
 
 class Starter:
-    """Starter of tasks as new Python processes. `ForkStarter` also has a helper process."""
+    """Starter of tasks as new Python processes. Unlike `ForkStarter`, it has no helper process."""
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock

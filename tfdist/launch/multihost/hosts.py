@@ -109,7 +109,7 @@ class HostPart:
 def decided_group(
     options: LaunchOptions, environ: Mapping[str, str]
 ) -> tuple[LaunchOptions, Group | None]:
-    """Return the options completed with the number of workers, and the group of hosts.
+    """Return the options, with the number of workers filled in, and the group of hosts.
 
     The hosts are listed in --hosts, or are the nodes of a Slurm allocation or a Ray cluster. The
     group is `None` if this machine is the only host.
@@ -268,7 +268,7 @@ def refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
     require(
         count < 2,
         "srun",
-        f"the step has {count} launchers, but one launcher starts the agents of all nodes",
+        f"the Slurm step has {count} launchers, but one launcher starts the agents of all nodes",
         fix="write python -m tfdist.launch --on slurm without srun in the batch script, or set "
         f"{CLUSTER}=none for {count} separate jobs",
         code="launchers-in-a-step",
