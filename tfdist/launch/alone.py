@@ -74,9 +74,9 @@ def _begin(task: str, claim: str, *, name: str) -> None:
         error = UsageError(
             name,
             f"{task} and {first} train separate models, as no task called tfdist.make_strategy()",
-            fix="add the line strategy = tfdist.make_strategy() before the model, and the line "
-            "with strategy.scope(): around the model and its compile, or pass --independent to "
-            "train a separate model in each task",
+            fix="add the line strategy = tfdist.make_strategy(), and create and compile the model "
+            "in a block with strategy.scope(). To train a separate model in each task, pass "
+            "--independent",
             code="independent-trainings",
         )
         error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph must not wrap it

@@ -22,12 +22,12 @@ from tfdist.launch.machine import CAN_GO_ON
 from tfdist.phases import UNTIMED, PendingWork
 
 SETTLE_S = 0.5
-"""Seconds that a possible secondary failure waits for its root cause before it is reported."""
+"""Seconds between a possible secondary failure and its report. The root cause may still follow."""
 
 _OWN, _ABORTED, _LOST_PEER = range(3)  # most likely root cause first
 
 # Errors that TensorFlow and gRPC raise in a task that lost a peer. The text often begins with
-# "Graph execution error". The lines that follow have the details, but a note has only one line.
+# "Graph execution error". A task reports only one line to the launcher, without the details.
 _WORDS_OF_LOSS = (
     "connection reset|connection refused|broken pipe|socket closed|failed to connect|goaway|"
     "collective|peer|heartbeat|coordination|unhealthy|recvmsg|rendezvous|graph execution error"
@@ -162,7 +162,7 @@ def _cause(raised: Raised | None, ended: Ended | None) -> str:
 
 
 WAITING = ("save", "validate", "step", "sum", "rendezvous", "barrier")
-"""Phases in which a task may wait for peers. Earlier entries more often wait for disk or data."""
+"""Phases in which a task may wait for peers. A task in an earlier phase is suspected first."""
 
 _BUSY = ("callback", "trace", "import", "done")
 """Phases in which a task does not wait for peers, but peers may wait for the task."""
@@ -177,7 +177,7 @@ _CHECK_EVERY_S = 1.0
 LATE_S = 3.0
 """A check that is later than this, in seconds, shows that the launcher itself was stalled."""
 
-_SUSPECT_S = 3.0  # seconds of silence, in a job that hangs
+_SUSPECT_S = 3.0  # seconds of silence after which a task may be the cause of a hang
 _TRACE_TIMEOUTS = 3  # tracing a large model is slow, but happens once
 
 
@@ -344,7 +344,7 @@ class Watchdog:
             if suspect.has_spoken:
                 cause += f", last report: {suspect.doing}"
             return suspect, cause
-        if owing := self._overdue_work(now_s, early_s=LATE_S):  # the chief's deadline may be first
+        if owing := self._overdue_work(now_s, early_s=LATE_S):  # the chief may time out first
             suspect, since_s = min(owing, key=lambda owed: owed[1])
             return suspect, f"its work unit is unfinished after {now_s - since_s:.0f} s"
         able = [task for task in judged if task.phase in WAITING or task in late]

@@ -24,8 +24,8 @@ _OUTSIDE = 0  # parent pid that a namespace's first process sees
 def enclose() -> bool:
     """Continue as a process in a new PID namespace. Return False if the kernel refuses it.
 
-    The calling process stays outside. It forwards signals and exits with the same exit code. The
-    caller must have only one thread.
+    A new process inside returns from this function. The calling process stays outside, forwards
+    signals, and exits with the same exit code. It must have only one thread.
     """
     told, tell = os.pipe()
     chld = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # an ignored signal is not delivered

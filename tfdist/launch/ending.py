@@ -32,7 +32,7 @@ _MAX_METRICS = 6
 
 
 def command_of(options: LaunchOptions) -> dict[str, Any]:
-    """Return program, arguments and flags of the strategy, which identify a command.
+    """Return the program, the arguments and the flags that identify a command.
 
     Secrets in the arguments are hidden.
     """

@@ -115,12 +115,12 @@ class MemberReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberAcked:
-    """Answer of a member that has left its old view."""
+    """Answer of a member that has left its old view (see `tfdist.launch.membership`)."""
 
     task: Task
     epoch: int
     done: int
-    """Finished operations."""
+    """Number of finished operations (see `tfdist.elastic.mesh`)."""
     has_state: bool
 
 
@@ -150,7 +150,7 @@ class MemberBroken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberReplaceable:
-    """Message of the chief that another member can replace it from now on, or no longer."""
+    """Message of the chief: from now on another member can, or can no longer, replace it."""
 
     task: Task
     is_replaceable: bool
@@ -299,7 +299,7 @@ def task_of(name: object) -> Task:
     match = _TASK.fullmatch(name) if isinstance(name, str) else None
     if match is None:
         raise ValueError("not a task name")
-    return Task(match[1], int(match[2]))  # UsageError, which is a ValueError
+    return Task(match[1], int(match[2]))  # may raise UsageError, a kind of ValueError
 
 
 Message = dict[str, Any]
@@ -432,7 +432,7 @@ def request_name(signum: int) -> str:
 def exit_code_of(status: int) -> int:
     """Return the exit code for a task's `status` (128 + n for a signal n, as in a shell).
 
-    A task killed by SIGUSR1 counts as stopped, before it could save.
+    A task that SIGUSR1 kills has the exit code of a stopped task.
     """
     return exit_code_for(-status) if status < 0 else status
 

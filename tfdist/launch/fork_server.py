@@ -6,7 +6,7 @@ threads and devices do not survive a fork. `ONE_THREAD` limits NumPy's libraries
 the server has one thread when it forks.
 
 `ForkStarter` is the launcher's side. A caller that runs many jobs, such as a sweep, keeps a
-`ForkTemplate`. This process imports TensorFlow once. The fork server of each job is a fork of the
+`ForkTemplate`, a process that imports TensorFlow once. The fork server of each job is a fork of the
 template, so the server imports no module. The variable `FORK_SERVER` gives the launcher the
 server's socket. The job's tasks exit with its fork server.
 """
@@ -100,8 +100,8 @@ def import_once(modules: Sequence[str]) -> None:
     threads = count_threads()
     if threads > 1:  # other threads, and their locks, do not survive a fork
         _log(f"{threads} threads run after the imports (expected 1), so tasks may hang")
-    # Freeze shared objects, so that a task's garbage collector does not copy their pages. Skip the
-    # usual collection before it: it is slow, and tasks that fill freed memory would copy its pages.
+    # Freeze shared objects, so that a task's garbage collector does not copy their pages. Run
+    # no collection before: it is slow, and tasks that reuse the freed memory would copy its pages.
     gc.freeze()
     gc.enable()
 
@@ -285,7 +285,7 @@ class ForkTemplate:
         """Return a socket to a new fork server, which is forked after the imports."""
         control = self.start()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, contextlib.suppress(OSError):  # it was killed: the reader of `ours` sees it
+        with theirs, contextlib.suppress(OSError):  # the template was killed: `ours` closes
             socket.send_fds(control, [b"+"], [theirs.fileno()])
         return ours
 

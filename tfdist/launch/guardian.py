@@ -136,7 +136,7 @@ class GuardianClient:
 
 MARK = "TFDIST_JOB"
 """Environment variable that marks the processes of a job and their children. A job started inside
-a task has its own mark and guardian, which kills its processes if its launcher is killed."""
+a task has its own mark and its own guardian, which kills that job's processes."""
 
 DONE = b"done"
 _GIVE_UP_S = 30.0  # a process in uninterruptible sleep ignores SIGKILL

@@ -106,7 +106,7 @@ class _Helper:
     def __init__(self, path: str) -> None:
         self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until the end of the job
         self._ready, its_ready = os.pipe()
-        its_end, self._open = os.pipe()  # slirp4netns exits when all have closed it
+        its_end, self._open = os.pipe()  # slirp4netns exits when all processes have closed it
         fds = (f"--ready-fd={its_ready}", f"--exit-fd={its_end}")
         args = ("--configure", "--mtu=65520", *fds, str(os.getpid()), "tap0")
         self._process = subprocess.Popen(

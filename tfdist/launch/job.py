@@ -355,7 +355,7 @@ def _hub(part: HostPart) -> Hub:
 
 
 class JobRun:
-    """Run of a job: one attempt after the other, until the restart policy refuses a restart.
+    """Run of a job: one attempt after the other, until one succeeds or the job must not restart.
 
     All attempts share the guardian, the fork server and the ports.
     """

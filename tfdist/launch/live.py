@@ -189,7 +189,7 @@ class LiveStatus:
             seen.memory_bytes = memory_bytes(seen.pid)
             seen.peak_bytes = max(seen.peak_bytes or 0, seen.memory_bytes or 0) or None
         history.note(beat.task, at_s=beat.at_s, step=beat.step, memory_bytes=seen.memory_bytes)
-        if beat.step:  # the first steps may be restored from a checkpoint
+        if beat.step:  # 0 does not count: a restore from a checkpoint may follow
             seen.past.append((beat.at_s, beat.step))
             while seen.past[0][0] < beat.at_s - _RATE_OVER_S:
                 seen.past.popleft()

@@ -20,7 +20,7 @@ _MEMORY_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Files of the limit and the use, and name of the cache counter, in cgroup versions 2 and 1."""
+"""For cgroup 2 and cgroup 1: file of the limit, file of the use, name of the cache counter."""
 _UNLIMITED = 1 << 60  # version 1 writes a number near 2**63
 _GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 _NVIDIA_SMI_TIMEOUT_S = 20.0
@@ -54,7 +54,7 @@ def control_groups(membership: Path, *, root: Path = _CGROUPS) -> Iterator[Path]
     """Yield the control groups that count a process's memory, with the process's own group first.
 
     `membership` is the process's ``cgroup`` file in /proc. Some groups may not exist: in a
-    container this file may have the host's names, while the container's own group is the root.
+    container, the file may name the host's groups, and the container's own group is the root.
     """
     try:
         lines = membership.read_text().splitlines()

@@ -1,6 +1,6 @@
 """Connections of the launcher to the members of an elastic job.
 
-The members connect to a socket with a name of the job. The kernel tells the launcher the process
+The members connect to a named socket of the job. The kernel tells the launcher which process is
 at the other end, so only the job's own tasks are members. A message is one packet of JSON.
 """
 

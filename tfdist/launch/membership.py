@@ -2,9 +2,9 @@
 
 The launcher knows the members, not their training. Each change of the members makes a new view. All
 members leave the old view and answer with their number of finished operations. When all have
-answered, the launcher lets them go on, with new sockets between them. Survivors differ by at most
-one operation, because an operation needs a part of each member. A member that is behind gets the
-operation's result from a member that has it.
+answered, the launcher lets them go on, with new sockets between them. Each operation, such as a sum
+of gradients, needs a part from every member. So the numbers of the members differ by at most 1. A
+member that is behind gets the last operation's result from another member.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Go:
     Attributes:
       epoch: Number of the view.
       members: Members of the view.
-      done: Number of operations that the member with the most has finished.
+      done: Highest number of finished operations of a member.
       source: Member that sends the last result to the members behind.
       behind: Members that lack the last result.
       joining: Members that lack the state.
@@ -44,7 +44,7 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Connect a task that joins with a member that knows the program's earlier results."""
+    """Connect a joining task to a member that knows the program's earlier results."""
 
     joining: int
     teacher: int
@@ -147,7 +147,7 @@ class Membership:
         if late:
             return [Fence(other, "lacks more than one result of the others") for other in late]
         ahead = [m for m in self.members if self._acks[m] == most]
-        if joining and self._with_state.isdisjoint(ahead):  # the others have to decide again
+        if joining and self._with_state.isdisjoint(ahead):  # the old members decide again
             return self._view(set(self.members).difference(joining))
         ahead = [m for m in ahead if m in self._with_state or not joining]
         behind = tuple(m for m in self.members if 0 <= self._acks[m] < most)

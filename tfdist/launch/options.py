@@ -84,7 +84,7 @@ class LaunchOptions(LaunchFlags):
 
     @property
     def where(self) -> str:
-        """Return how agents on other hosts are started: `on`, else ssh with `hosts`, else local."""
+        """Return the method to start agents: `on`, or else ssh if `hosts` is set, or else local."""
         return self.on or ("ssh" if self.hosts is not None else "local")
 
     @property
@@ -131,7 +131,7 @@ def _check_strategy(options: LaunchOptions) -> None:
     if options.min_workers is not None and is_here and not (kind.has_servers or kind.is_elastic):
         fix = "leave --min_workers out, or use --strategy ps"
         _refuse(
-            "min_workers", "only a ps or elastic job on one machine runs without all workers", fix
+            "min_workers", "on one machine, only ps and elastic jobs run without all workers", fix
         )
 
 
@@ -145,7 +145,7 @@ def _check_together(options: LaunchOptions) -> None:
         )
         _refuse("hang_timeout_s", problem, "use --hang_timeout_s 300", code="bad-value")
     if stages is not None and workers % stages:
-        fix = "make --workers a multiple of --stages, or leave it out"
+        fix = "make --workers a multiple of --stages, or leave --workers out"
         _refuse("stages", f"{workers} workers cannot form pipelines of {stages} stages", fix)
     if fewest is not None and options.where == "local" and fewest > workers:
         problem = f"{fewest} is more than the {workers} workers of the job"
@@ -189,7 +189,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
 def split(argv: Sequence[str], *, takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
     """Return the launcher's flags, and the remaining words (the program and its flags).
 
-    Each flag that `takes_value` is written as ``--name=value``. Dashes in its name become
+    A flag whose `takes_value` is True becomes ``--name=value``. Dashes in its name become
     underscores. Unknown flags stay.
     """
     words, rest = list[str](), list(argv)
@@ -207,8 +207,8 @@ _USAGE = f"""usage: python -m tfdist.launch [flags] [script.py | -m module] [pro
 Starts the processes of a job, each with its TF_CONFIG. Restarts failed tasks if
 the flags allow it, and stops all processes when the job ends.
 
-The words after the program belong to the program. Without a program the job is
-{DEFAULT_MODULE}, with all words from the first --config flag on, or after --.
+The words after the program are its arguments. The default program is
+{DEFAULT_MODULE}. Its arguments begin with the first --config flag, or after --.
 
   python -m tfdist.launch --strategy multiworker --workers 2 train.py --lr 0.1
   python -m tfdist.launch --strategy ps --workers 4 --ps 1 --config.seed=1"""

@@ -74,7 +74,7 @@ class ProcessSpec:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Return the task's name, title and claim, script or module, target, and arguments."""
+        """Return the task's name, title, claim, kind (script or module), target and arguments."""
         kind, program = "module" if self.program.is_module else "script", self.program
         return (str(self.task), self.title, self.claim, kind, program.target, *program.args)
 
@@ -96,7 +96,7 @@ class JobDescription:
     ports: Sequence[int] | None = None
     """Ports that the tasks may use (if `None`, any port)."""
     given: LaunchOptions = field(default_factory=LaunchOptions)
-    """Options of the command line, without the values that follow from the list of hosts."""
+    """Options of the command line, before the launcher completes them."""
 
     @property
     def shards(self) -> int | None:
@@ -195,7 +195,7 @@ def start_method(
 def render(specs: Sequence[ProcessSpec]) -> str:
     """Return the tasks as shell commands, with the variables that the launcher adds.
 
-    The user's environment and arguments that look like secrets are omitted or hidden."""
+    The text omits the user's environment, and hides arguments that look like secrets."""
     blocks = []
     for spec in specs:
         variables = [f"{name}={shlex.quote(spec.env[name])} \\" for name in spec.added]

@@ -51,7 +51,7 @@ _MAX_READS = 64  # of an exited task's pipe: a child may still write
 
 
 class Starter:
-    """Starter of tasks as new Python processes. It has no helper process."""
+    """Starter of tasks as new Python processes. Unlike `ForkStarter`, it has no helper process."""
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -282,7 +282,7 @@ class JobProcesses:
             return
         pid = self._running[task]
         if pid is not None:
-            if signum == signal.SIGKILL and proc_state(pid) == "Z":  # its parent did not report it
+            if signum == signal.SIGKILL and proc_state(pid) == "Z":  # its parent has not reaped it
                 self._starter.give_up()
             _send(pid, signum)
         else:
@@ -409,7 +409,7 @@ class JobProcesses:
                 if isinstance(event, Raised | Beat) and event.task in self._running:
                     self._news.append(event)
                 if isinstance(event, Raised) and event.exit_code not in STOP_CODES:
-                    if self._raised - {event.task}:  # most tasks raise the same error
+                    if self._raised - {event.task}:  # hide repeats of one error
                         self._screen.mute(event.task)
                     self._raised.add(event.task)
 

@@ -61,7 +61,7 @@ def spawn(
         variables that it uses. Any other function is pickled by the name of its module.
       *args: Arguments of `fn`. The arguments and the result are pickled.
       strategy: Strategy, as the launcher's ``--strategy`` (default: "multiworker").
-      workers: Number of workers, as ``--workers`` (default under multiworker and ps: 2).
+      workers: Number of workers, as ``--workers`` (default: 2 under multiworker, elastic, ps).
       ps: Number of parameter servers, as ``--ps`` (default: 1 in a ps job, else none).
       **options: Other flags of the launcher by name, such as ``max_restarts=3``. Any other keyword
         is an argument of `fn`.
@@ -130,7 +130,7 @@ def _keywords(
         raise UsageError(
             "tfdist.spawn",
             f"{name} is an option of the launcher and an argument of the function",
-            fix=f"pass the argument by position, or rename it; {name} as a keyword is the option",
+            fix=f"pass the argument by position, or rename it. The keyword {name} sets the option",
             code="exclusive",
         )
     return keywords

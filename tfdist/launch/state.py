@@ -42,8 +42,8 @@ class RestartPolicy:
 
     The policy refuses a restart if the last two failures are the same. Two failures are the same
     if task type, cause and step are equal. If no step is known, two failures within `window_s`
-    count as equal steps ("before the first step"). When only one task is restarted, two SIGKILLs
-    are never the same failure: other tasks may have made progress at that step.
+    count as failures at the same step. If only one task restarts, a SIGKILL never counts as the
+    same failure, because the job may have made progress.
     """
 
     def __init__(self, *, max_restarts: int, window_s: float) -> None:

@@ -160,7 +160,7 @@ class _Decision:
             for waiting in filter(state.waits_to_join, state.running):
                 self._do(KillOne(waiting))
             for served in filter(state.serves_nobody, state.root_cause.tasks):
-                state.root_cause.forget(served)  # they saw the chief exit before
+                state.root_cause.forget(served)  # they failed because the chief exited
         if state.membership and state.num_workers and state.tasks[task].is_leaving:
             if not state.is_ending and not state.is_done:
                 self._resize(state.num_workers, state.membership)
@@ -370,7 +370,7 @@ class _Decision:
         return self._verdict_on(failure).restart and failure.task not in self._unreachable
 
     def _can_go_on(self, failure: Failure) -> bool:
-        """Return whether the job can continue: only an evaluator or workers of a ps job failed."""
+        """Return whether the job can continue without the failed tasks, or restart only them."""
         state = self._state
         failed = {failure.task, *state.root_cause.tasks}
         if not all(map(state.is_expendable, failed)):

@@ -211,7 +211,7 @@ def _watch(module: ModuleType, task: str, claim: str) -> None:
 
 
 class _KerasFinder:
-    """Import finder that wraps the modules of `_TRAINING` and uses the other finders."""
+    """Import finder that wraps the modules of `_TRAINING`. The other finders find them."""
 
     def __init__(self, task: str, claim: str) -> None:
         self._task, self._claim = task, claim
@@ -260,7 +260,7 @@ def start_heartbeat(notes_fd: int, *, task: str, every_s: float = 1.0) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         _thread.start_new_thread(_beat, (fd, _identity(fd), task, every_s))
-    except RuntimeError:  # cannot start a thread: without the pipe no heartbeat is expected
+    except RuntimeError:  # cannot start a thread: this task sends no heartbeats
         os.close(fd)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -320,7 +320,7 @@ def _beat_note(task: str, started_s: float) -> bytes:
     if phases is not None:
         state, awaited = phases.current(), phases.awaited()
         phase, step, first_step_s = phases.reported(), state.step, state.first_step_s
-        since_s = max(state.since_s, started_s)  # `tfdist.phases` may be older than the fork
+        since_s = max(state.since_s, started_s)  # a fork server may have set it earlier
     return _note(
         "beat",
         task,

@@ -1,7 +1,7 @@
 """Hosts of a job: their list, and the tasks of each host.
 
 Host 0 is the launcher's host. Each other host has an agent. If the launcher's host is not in the
-list, host 0 has no tasks. I/O: name resolution, digests of files, and reservations in Ray.
+list, host 0 has no tasks. I/O: name resolution, digests of files, openssl and Ray.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class HostPart:
 def decided_group(
     options: LaunchOptions, environ: Mapping[str, str]
 ) -> tuple[LaunchOptions, Group | None]:
-    """Return the options completed with the number of workers, and the group of hosts.
+    """Return the options, with the number of workers filled in, and the group of hosts.
 
     The hosts are listed in --hosts, or are the nodes of a Slurm allocation or a Ray cluster. The
     group is `None` if this machine is the only host.
@@ -268,7 +268,7 @@ def refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
     require(
         count < 2,
         "srun",
-        f"the step has {count} launchers, but one launcher starts the agents of all nodes",
+        f"the Slurm step has {count} launchers, but one launcher starts the agents of all nodes",
         fix="write python -m tfdist.launch --on slurm without srun in the batch script, or set "
         f"{CLUSTER}=none for {count} separate jobs",
         code="launchers-in-a-step",
@@ -290,8 +290,8 @@ def is_this_host(host: str, environ: Mapping[str, str]) -> bool:
 def own_address(host: str, *, other: str) -> str:
     """Return the address of this machine, which is `host` in the list of hosts.
 
-    If the name resolves to loopback (Debian's default on the machine itself), return the local
-    address of the route to `other`.
+    If the name resolves to loopback (Debian does so for its own name), return the local address
+    of the route to `other`.
 
     Raises:
         UsageError: `host` does not resolve to an address of this machine.

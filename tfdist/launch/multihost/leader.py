@@ -274,7 +274,7 @@ class Team:
     def _counts(self, event: Event, *, rank: int) -> bool:
         """Return whether a stop request counts. If several hosts get one, only the first counts.
 
-        A second request on the same host counts, because it means to kill the job.
+        A second request on the same host counts: it kills the job.
         """
         if not isinstance(event, StopRequest):
             return not isinstance(event, Resize)  # a new worker would have no host

@@ -49,7 +49,7 @@ class Node:
         """Reason why the attempt's tasks cannot start, or an empty text."""
         self._states_sent_s = -math.inf
         self._stacks: dict[Task, tuple[str, ...]] = {}
-        """Output lines sent so far, by task with requested stacks."""
+        """Last lines that the launcher has received, for each task that prints its stacks."""
 
     def run(self) -> int:
         """Execute the launcher's messages until it ends the job or disconnects, then end tasks."""

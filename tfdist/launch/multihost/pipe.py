@@ -1,7 +1,7 @@
 """Messages between the launcher and an agent: one JSON object per line, over two descriptors.
 
-The descriptors are the standard input and output of a remote shell, which authenticates and
-encrypts. The launcher skips the remote shell's output before the agent's first line.
+The descriptors are the standard input and output of a remote shell. A shell such as ssh
+authenticates and encrypts. The launcher skips the shell's output before the agent's first line.
 """
 
 from __future__ import annotations
