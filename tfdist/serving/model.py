@@ -30,8 +30,8 @@ from tfdist.serving import rest
 from tfdist.serving.protocol import Code, FrameKind, RequestError, invalid, reason_of
 from tfdist.serving.rest import DEFAULT_SIGNATURE, TensorSpec
 
-_MOST_BYTES = 64 << 20  # size limit of an input if the request repeats one value
-_MOST_OF_A_BYTE = 8  # array bytes per byte of a request: a small int64 takes one byte
+_MOST_BYTES = 64 << 20  # size limit of an array from a smaller request: a tensor may repeat a value
+_MOST_OF_A_BYTE = 8  # array bytes per byte of a request: protobuf packs a small int64 into one
 _FIELDS = {  # the field of a TensorProto for the values of each type
     "float32": "float_val",
     "float64": "double_val",

@@ -2,7 +2,7 @@
 protocol: addresses, status codes, names of requested models, states of versions.
 
 This module is pure and imports neither TensorFlow nor NumPy. Most stubs of
-``tensorflow-serving-api`` import TensorFlow, so this module reads only field 1 of a request.
+``tensorflow-serving-api`` import TensorFlow. This module decodes only a request's ModelSpec.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ _SETTINGS = ("max_epochs", "factor", "hyperband_iterations", "num_initial_points
 _TELL_THEIR_SEED = (keras_tuner.RandomSearch, keras_tuner.GridSearch)
 
 IMPORTS_OF_TRIALS = ("tfdist.tuning.inside", __name__, "tensorboard.plugins.hparams.api")
-"""Modules that each trial imports, without its main module. KerasTuner imports the last module."""
+"""Modules that each trial imports besides its main module. KerasTuner imports the last module."""
 
 _CHECKPOINTS = "checkpoints"
 
