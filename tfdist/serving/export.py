@@ -568,7 +568,7 @@ def newest_in(source: Path, *, best: bool = False) -> str | None:
 def _best_run(sweep: Path, *, make: str | None) -> Path:
     """Return the run directory of a sweep's best trial.
 
-    Raises UsageError without `make` for a trial of a Python program, which saves no model.
+    Raises UsageError if the trial is of a Python program and `make` is `None`.
     """
     _, trial = best_trial(sweep, where=str(sweep))
     run = RunDirectory(sweep / TRIALS / trial.run)

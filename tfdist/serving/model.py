@@ -248,13 +248,13 @@ class ServedModel:
 
     def _run_batch(self, signature: Signature, calls: Sequence[Call]) -> list[bytes | RequestError]:
         if not signature.batches:
-            return [call.encode(signature.run(call.arrays)) for call in calls]  # one call
+            return [call.encode(signature.run(call.arrays)) for call in calls]  # a single call
         rows = [call.rows for call in calls]
         size = next((one for one in self._sizes if one >= sum(rows)), sum(rows))
         columns = zip(*(call.arrays for call in calls), strict=True)
         outputs = signature.run([_padded(column, size) for column in columns])
         if any(array.ndim == 0 or len(array) != size for array in outputs.values()):
-            return [call.encode(signature.run(call.arrays)) for call in calls]  # no rows
+            return [call.encode(signature.run(call.arrays)) for call in calls]  # outputs lack rows
         answers: list[bytes | RequestError] = []
         start = 0
         for call, count in zip(calls, rows, strict=True):

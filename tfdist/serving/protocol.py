@@ -195,7 +195,7 @@ def parse_path(method: str, path: str) -> tuple[Target, FrameKind | None]:
 
 
 def parse_model_spec(payload: bytes) -> Target:
-    """Return the model that a gRPC request names in its field 1."""
+    """Return the model that a gRPC request names in its ModelSpec."""
     try:
         spec = ModelSpec.FromString(BytesValue.FromString(payload).value)
     except DecodeError as error:

@@ -168,7 +168,7 @@ class _TrialFit:
 
 
 class _OwnEpochs(keras.callbacks.Callback):
-    """Callback that removes an earlier trial's epochs from the History of a trial that continues it.
+    """Callback that removes an earlier trial's epochs from the History if this trial continues it.
 
     If early stopping ended the earlier trial, this trial has no epochs, and the History keeps the
     earlier trial's epochs. This callback must run before a History in the user's callbacks.
