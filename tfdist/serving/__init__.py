@@ -2,7 +2,7 @@
 
 export      export of a model, a run or checkpoints as a checked and published version
 
-protocol    frames between front and replicas, addresses, status codes, messages without a model
+protocol    frames between front and replicas, URL paths, status codes, states of versions
 rest        conversion between TensorFlow Serving's JSON and arrays
 dispatch    the request queue of a model: assignment to replicas, and retries
 model_versions  the served, loading and refused versions of a model

@@ -2,7 +2,7 @@
 
 If a replica dies, the dispatcher retries each of its requests once, on a replica that has no other
 request. If that replica dies too, the request is the cause and gets an error. The other requests
-get their answers. The caller passes the sockets and the clock.
+get their answers. The caller passes the functions that send, and the clock.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class QueueLimits:
 
 
 class Dispatcher:
-    """State of a model from the supervisor, the queue of its requests, and its replicas."""
+    """Queue of a model's requests, with its replicas and its state from the supervisor."""
 
     def __init__(
         self,

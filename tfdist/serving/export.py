@@ -54,7 +54,7 @@ MANIFEST = "manifest.json"
 _TOLERANCE = 1e-6
 _ROUNDING = 1e-3  # tolerance between batched and single examples (float16 sums vary in order)
 _SMALL = 1e-2  # tolerance for outputs below 0.1, as a fraction of the largest output
-_ALONE = 8  # maximum number of samples to also send one at a time
+_ALONE = 8  # maximum number of samples to check one at a time
 _EXAMPLES = 2
 _FREE_LENGTH = 16  # size of a drawn example in a dimension of unknown size
 _WORDS = 8  # words in the first drawn text, doubled for each further text
@@ -122,7 +122,7 @@ def export_model(
         directory = local_directory(url) if remote else Path(directory)
         if remote:
             version = _version_at(f"{url}/{name}", version)
-            shutil.rmtree(directory / name / str(version), ignore_errors=True)  # not at the URL
+            shutil.rmtree(directory / name / str(version), ignore_errors=True)  # a failed upload
         with (
             one_line_errors(f"export: cannot write to {directory}"),
             _publishing(directory, name, version) as (target, unfinished),
@@ -164,9 +164,9 @@ def _version_at(url: str, version: int | None) -> int:
 
 
 def _upload(target: Path, url: str) -> None:
-    """Upload a version, with the files that servers read first at the end. Keep its manifest."""
+    """Upload a version and keep only its manifest on this machine."""
     try:
-        put(target, url, last=("saved_model.pb", MANIFEST))
+        put(target, url, last=("saved_model.pb", MANIFEST))  # servers look for these files
     except Exception as error:  # each file system has its own types of errors
         raise TfdistError(
             f"{url} cannot be written ({error}); the version is in {target}"
@@ -209,7 +209,7 @@ def _checked(export: _Export, samples: Any, wanted: Any, *, apart: Any) -> dict[
         if not np.array_equal(value, again[name], equal_nan=value.dtype.kind == "f"):
             raise TfdistError(
                 f"export: output {name!r} differs between two calls with the same input, so "
-                "it is not published. Fix: remove random numbers and state if training=False"
+                "it is not published. Fix: use no random numbers and no state if training=False"
             )
     _require_equal(first, wanted)
     by_example = _is_by_example(export, apart)
@@ -407,7 +407,7 @@ def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
             fix="make the model return a dense tensor, or remove this output",
             code="not-a-tensor",
         )
-    halves = (tf.float16, tf.bfloat16)  # clients lack bfloat16, and JSON lacks its NaN
+    halves = (tf.float16, tf.bfloat16)  # clients cannot decode bfloat16, JSON has no bfloat16 NaN
     return {n: tf.cast(v, tf.float32) if v.dtype in halves else v for n, v in named.items()}
 
 
@@ -568,7 +568,7 @@ def newest_in(source: Path, *, best: bool = False) -> str | None:
 def _best_run(sweep: Path, *, make: str | None) -> Path:
     """Return the run directory of a sweep's best trial.
 
-    The trial's checkpoints have no model if its program is in Python and `make` is not given.
+    Raises UsageError if the trial is of a Python program and `make` is `None`.
     """
     _, trial = best_trial(sweep, where=str(sweep))
     run = RunDirectory(sweep / TRIALS / trial.run)

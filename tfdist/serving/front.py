@@ -54,7 +54,7 @@ _TICK_S = 0.1
 _MOST_CONNECTIONS = 4096  # maximum number of open HTTP connections
 _HEAD_BYTES = 64 << 10  # maximum size of the head of a request
 _UNREAD_BYTES = 64 << 10  # flow-control window of a gRPC call before its message is read
-_MOST_OF_AN_ERROR = 500  # gRPC: up to 12 bytes per character in a trailer of 8 KiB
+_MOST_OF_AN_ERROR = 500  # characters of up to 12 bytes: a gRPC trailer has up to 8 KiB
 _TICKET = "tfdist.ticket"  # key of the ticket in the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
 _GRPC_KINDS = {"Predict": FrameKind.GRPC_PREDICT, "GetModelMetadata": FrameKind.GRPC_METADATA}
@@ -81,7 +81,7 @@ Message = MutableMapping[str, Any]
 class FrontOptions:
     """Settings of a front. An empty file name means no file.
 
-    A client must send the head of a request within `silence_s`, and then its body as well.
+    A client must send a request's head within `silence_s` and its body within `silence_s` more.
     """
 
     limits: QueueLimits = dataclasses.field(default_factory=QueueLimits)
@@ -227,7 +227,7 @@ class Front:
     async def _connect(self, id: int, path: str, connection: ReplicaConnection) -> None:
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: connection, path)
-        except OSError:  # the replica has exited, or the next tick retries
+        except OSError:  # the next tick retries unless the replica has exited
             self._connected.discard(id)
 
     @property
@@ -261,8 +261,8 @@ class Front:
     ) -> bytes:
         """Take over `memory` and return a replica's answer to a request, or raise RequestError.
 
-        Until then, an HTTP `scope` holds the ticket: `Connection` answers the ticket if the client
-        disconnects. For gRPC, the server cancels this coroutine.
+        While an HTTP request waits, its `scope` holds the ticket. `Connection` answers the ticket
+        if the client disconnects. For gRPC, the server cancels this coroutine.
         """
         protocol.version_of(target, self._status(target))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -414,7 +414,7 @@ class Front:
     async def _body(self, receive: Callable[[], Awaitable[Message]], memory: Reservation) -> bytes:
         """Reserve memory for a request's body and return the body, or raise RequestError.
 
-        It reads and drops a body that is too large: a client that still sends reads no answer.
+        It also reads a body that is too large, because a client reads no answer while it sends.
         """
         parts, size_bytes, error, more = list[bytes](), 0, None, True
         try:

@@ -30,8 +30,8 @@ from tfdist.serving import rest
 from tfdist.serving.protocol import Code, FrameKind, RequestError, invalid, reason_of
 from tfdist.serving.rest import DEFAULT_SIGNATURE, TensorSpec
 
-_MOST_BYTES = 64 << 20  # size limit of an input if the request repeats one value
-_MOST_OF_A_BYTE = 8  # array bytes per byte of a request: a small int64 takes one byte
+_MOST_BYTES = 64 << 20  # size limit of an array from a smaller request: a tensor may repeat a value
+_MOST_OF_A_BYTE = 8  # array bytes per byte of a request: protobuf packs a small int64 into one
 _FIELDS = {  # the field of a TensorProto for the values of each type
     "float32": "float_val",
     "float64": "double_val",
@@ -248,13 +248,13 @@ class ServedModel:
 
     def _run_batch(self, signature: Signature, calls: Sequence[Call]) -> list[bytes | RequestError]:
         if not signature.batches:
-            return [call.encode(signature.run(call.arrays)) for call in calls]  # one call
+            return [call.encode(signature.run(call.arrays)) for call in calls]  # a single call
         rows = [call.rows for call in calls]
         size = next((one for one in self._sizes if one >= sum(rows)), sum(rows))
         columns = zip(*(call.arrays for call in calls), strict=True)
         outputs = signature.run([_padded(column, size) for column in columns])
         if any(array.ndim == 0 or len(array) != size for array in outputs.values()):
-            return [call.encode(signature.run(call.arrays)) for call in calls]  # no rows
+            return [call.encode(signature.run(call.arrays)) for call in calls]  # outputs lack rows
         answers: list[bytes | RequestError] = []
         start = 0
         for call, count in zip(calls, rows, strict=True):

@@ -139,7 +139,7 @@ class RayReplica:
 
 
 def run(options: ServeOptions) -> None:
-    """Deploy on the cluster at RAY_ADDRESS or on a new one. Delete it at SIGTERM or Ctrl-C.
+    """Deploy the models at RAY_ADDRESS or on a new cluster. Undeploy them at SIGTERM or Ctrl-C.
 
     Raises UsageError if there is no model, or TfdistError if Ray cannot deploy the models.
     """

@@ -2,7 +2,7 @@
 protocol: addresses, status codes, names of requested models, states of versions.
 
 This module is pure and imports neither TensorFlow nor NumPy. Most stubs of
-``tensorflow-serving-api`` import TensorFlow, so this module reads only field 1 of a request.
+``tensorflow-serving-api`` import TensorFlow. This module decodes only a request's ModelSpec.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def parse_path(method: str, path: str) -> tuple[Target, FrameKind | None]:
 
 
 def parse_model_spec(payload: bytes) -> Target:
-    """Return the model that a gRPC request names in its field 1."""
+    """Return the model that a gRPC request names in its ModelSpec."""
     try:
         spec = ModelSpec.FromString(BytesValue.FromString(payload).value)
     except DecodeError as error:

@@ -2,12 +2,12 @@
 
     python -m tfdist.serving.replica SUPERVISOR
 
-SUPERVISOR is the pid of the supervisor. The replica dies with that process. It imports TensorFlow
-and reads its order from standard input, a line of JSON with the version's directory, the model's
-name, the path of the socket, the CPU cores and the batch sizes for padding. The replica loads the
-version and writes `ready` or the reason of a failure to standard output. Then it serves one front
-at a time. If a front exits, the replica waits for the next front. A batch has the requests that
-arrived during the previous batch. A replica never waits to fill a batch.
+SUPERVISOR is the pid of the supervisor. The replica dies with that process. It reads an order from
+standard input: a line of JSON with the version's directory, the model's name, the path of the
+socket, the CPU cores and the batch sizes for padding. The replica loads the version and writes
+`ready` or the reason of a failure to standard output. Then it serves one front at a time. If a
+front exits, the replica waits for the next front. A batch has the requests that arrived during the
+previous batch. A replica never waits to fill a batch. The replica imports TensorFlow.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> int:
     except Exception as error:
         print(json.dumps({"failed": reason_of(error)}), file=status)
         return 1
-    # The model's objects stay alive. Exclude them from collections, which requests trigger.
+    # The model's objects stay alive. Exclude them from garbage collection during requests.
     gc.freeze()
     gc.set_threshold(_OBJECTS)
     print(json.dumps({"ready": True}), file=status)

@@ -37,7 +37,7 @@ def decode_predict(
 ) -> tuple[str, dict[str, np.ndarray], bool]:
     """Return a JSON body's signature name, its inputs by name, and whether it has 'instances'.
 
-    Raises RequestError, for common errors with TensorFlow Serving's message.
+    Raises RequestError. Common errors have TensorFlow Serving's messages.
     """
     document = parse(body)
     signature = document.get("signature_name") or DEFAULT_SIGNATURE
@@ -50,7 +50,7 @@ def decode_predict(
     if row == ("inputs" in document):
         invalid("Missing 'inputs' or 'instances' key, or both are present")
     values = _by_row(document["instances"], specs) if row else _by_name(document["inputs"], specs)
-    # The values may include bools, or strings if the body has more strings than names.
+    # Check for bools and strings if the body has true, false or more strings than keys.
     content = document["instances" if row else "inputs"]
     more = body.count(b'"') // 2 - len(document) - ("signature_name" in document)
     if more > 0:

@@ -5,7 +5,7 @@ the journal, replays it into a new oracle and resumes the sweep.
 
 `search` runs each trial as a job and is imported on first use. KerasTuner's ``tuner.search`` runs
 all trials in one process. Only `oracle`, `optuna_oracle`, `from_python` and `inside`
-import KerasTuner and Keras.
+import KerasTuner or Keras at their top level.
 """
 
 from __future__ import annotations

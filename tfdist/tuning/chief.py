@@ -173,7 +173,7 @@ class Chief:
     ) -> tuple[str | None, int | None]:
         """Return the run directory's name for a trial, and the virtual epoch to pause it after.
 
-        The values of Hyperband name the trial that the new trial continues.
+        Hyperband's values include the id of the trial that the new trial continues.
         """
         whole = self._sweep.max_epochs
         if whole is None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # these modules import KerasTuner and TensorFlow
 
 
 class ConfigSweep(sweep.Sweep):
-    """Sweep over the fields of a config file. `config` lacks the search space's values."""
+    """Sweep over the fields of a config file. `config` is its config before `space` runs."""
 
     options: SweepOptions
 

@@ -127,7 +127,7 @@ _SETTINGS = ("max_epochs", "factor", "hyperband_iterations", "num_initial_points
 _TELL_THEIR_SEED = (keras_tuner.RandomSearch, keras_tuner.GridSearch)
 
 IMPORTS_OF_TRIALS = ("tfdist.tuning.inside", __name__, "tensorboard.plugins.hparams.api")
-"""Modules that each trial imports, without its main module. KerasTuner imports the last module."""
+"""Modules that each trial imports besides its main module. KerasTuner imports the last module."""
 
 _CHECKPOINTS = "checkpoints"
 
@@ -199,7 +199,7 @@ def search(  # noqa: D417, PLR0913
             raise TrialFailed from error
         sys.exit(EXIT_OK)
     require_fresh(tuner)
-    if assignment is None:  # otherwise the trial is of a later search, and this search has finished
+    if assignment is None:  # otherwise the trial belongs to a later search of this program
         sweep.require_alone("tfdist.tuning.search", os.environ)
         fitting = {f"argument {n}": arg for n, arg in enumerate(fit_args, 1)} | fit_kwargs
         exit_code, state = sweep.run(TunerSweep(tuner, options, _trial_program(), fitting))

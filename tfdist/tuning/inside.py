@@ -154,9 +154,9 @@ class _TrialFit:
         }
 
     def has_reported(self, results: Any, objective: str) -> bool:
-        """Return whether the metric lines contain the result, from the epochs of a single fit.
+        """Return whether a single fit reported the result and the metric lines have its epochs.
 
-        No lines exist if early stopping had already ended the trial that this trial continues.
+        If this trial continues a trial that early stopping had ended, there are no lines.
         """
         is_one = isinstance(results, list) and [isinstance(r, History) for r in results] == [True]
         is_there = is_one and objective in results[0].history
@@ -168,10 +168,10 @@ class _TrialFit:
 
 
 class _OwnEpochs(keras.callbacks.Callback):
-    """Callback that removes the epochs of a continued trial from the History.
+    """Callback that removes an earlier trial's epochs from the History if this trial continues it.
 
-    If early stopping had already ended that trial, no epoch follows, and the History keeps its
-    epochs. This callback must run before the History, which the user may pass as a callback.
+    If early stopping ended the earlier trial, this trial has no epochs, and the History keeps the
+    earlier trial's epochs. This callback must run before a History in the user's callbacks.
     """
 
     def __init__(self, trial: str) -> None:
@@ -282,7 +282,7 @@ def _require_no_backup(callbacks: list[Any]) -> None:
 
 
 class SaveBest(keras.callbacks.Callback):
-    """Callback that saves the weights of the best epoch, by the chief and also after a resume.
+    """Callback that saves the best epoch's weights in the chief. It supports resumed runs.
 
     A trial that continues another trial has its own best epoch. If early stopping had already
     ended the other trial, this trial has no epochs and copies the best weights of that trial.

@@ -48,7 +48,7 @@ class RunOptions(TrialFlags):
         require(
             self.hosts is None or self.parallel_trials == 1,
             "--parallel_trials",
-            "--hosts has the number of trials at once",
+            "--hosts already sets the number of parallel trials",
             fix="leave it out, and write a:2,b:2 for two trials at once on each host",
             code="exclusive",
         )

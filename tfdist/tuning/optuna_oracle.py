@@ -1,7 +1,7 @@
 """Optuna's samplers as a KerasTuner oracle.
 
 The study is in memory. Each trial has a new sampler, whose random numbers depend on the seed and
-the number of the trial. The journal therefore restores a search: `recorded` has its values.
+the number of the trial. To restore a search, set `recorded` to each trial's journaled values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OptunaOracle(keras_tuner.Oracle):
             self._study.enqueue_trial(self._as_params(self.recorded))
         trial = self._running[trial_id] = self._study.ask()
         if self._tuner == "cmaes":
-            _ = trial.relative_params  # CMA-ES has its state in the trials, also for fixed values
+            _ = trial.relative_params  # CMA-ES stores its state in trials, also for recorded values
         hp = keras_tuner.HyperParameters()
         for one in self.hyperparameters.space:
             hp.merge([one])

@@ -147,7 +147,7 @@ def _load(path: str) -> _Build:
 logger = logging.getLogger(__name__)
 
 _MOST = 64
-"""Largest integer to try. Larger values are sizes, and a model of that size may be too large."""
+"""Largest number that discovery tries. A larger number may be a size that exceeds the memory."""
 
 _LARGE = 10_000_000
 """Number of parameters above which discovery frees a model before it builds the next model."""
@@ -158,8 +158,8 @@ _LAST = 1 - 1e-9
 def discover_space(build: Callable[[Any], object], known: Any) -> Any:
     """Return a `keras_tuner.HyperParameters` with all known and all discovered hyperparameters.
 
-    The function calls `build(hp)` for each condition and each value that others may depend on. A
-    call changes only that value and the values that make the hyperparameter active.
+    The function calls `build(hp)` for each condition and for each value that may activate other
+    hyperparameters. A call changes only that value and the values that activate its hyperparameter.
     """
     known, seen, scopes = known.copy(), list[dict[str, Any]](), list[dict[str, Any]]()
     waiting = [*_others(known.space, {})] if known.space else [{}]
@@ -183,7 +183,7 @@ def discover_space(build: Callable[[Any], object], known: Any) -> Any:
 def complete_space(tuner: Any) -> None:
     """Add the hyperparameters that `build` reads only with values other than the defaults.
 
-    A model that fails to build has read its hyperparameters before the error. Such trials fail.
+    If `build` raises an error, the function adds the hyperparameters read before the error.
     """
     oracle = tuner.oracle
     if tuner.hypermodel is None or not (oracle.tune_new_entries and oracle.allow_new_entries):
@@ -204,7 +204,7 @@ def complete_space(tuner: Any) -> None:
 
 
 def _others(space: Iterable[Any], values: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield `values` with one more value, for each non-default value that others may depend on."""
+    """Yield `values` plus one non-default value, for each value that may activate others."""
     for one in space:
         parents = {c.name: c.values[0] for c in one.conditions}
         for value in _telling(one):
@@ -213,9 +213,9 @@ def _others(space: Iterable[Any], values: Mapping[str, Any]) -> Iterator[dict[st
 
 
 def _telling(one: Any) -> list[Any]:
-    """Return the values of a hyperparameter on which others may depend.
+    """Return the values of a hyperparameter that may activate others.
 
-    These are all strings and booleans. Of a number, only the ends of its range are tried.
+    These are all strings and booleans, and the ends of a range up to `_MOST`. A Float has none.
     """
     match type(one).__name__:
         case "Choice" | "Boolean":
@@ -379,9 +379,9 @@ class _Replayed(Exception):
 class _Model:
     """Gaussian process that delays its fit until the next prediction.
 
-    The fit and the search for the optimum take seconds. A replay skips both, after KerasTuner has
-    drawn its random numbers. The fit runs later if the next answer needs predictions for running
-    trials.
+    The fit and the search for the optimum take seconds. In a replay, KerasTuner draws its random
+    numbers, and `_Replayed` skips the fit and the search. If KerasTuner later needs a prediction
+    for a running trial, the delayed fit runs first.
     """
 
     def __init__(self, model: Any) -> None:

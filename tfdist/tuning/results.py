@@ -241,7 +241,7 @@ def show_best(path: Path) -> None:
         **trial.hyperparameters,
         "run": run.path,
     }
-    if run.config_file.exists():  # the trial of a config file, which its command alone describes
+    if run.config_file.exists():  # a config file's trial: the command describes it fully
         command = (read_json(run.path / "report.json") or {}).get("job", {}).get("command")
         rows |= {"config": run.config_file} | ({"command": command} if command else {})
     width = max(map(len, rows))

@@ -55,8 +55,8 @@ class Sweep(ABC):
     first_seed: int | None = None
     """Seed of a new sweep if its description has no seed (default: `None`, draw a seed)."""
     max_epochs: int | None = None
-    """Virtual epochs of a whole run. A later trial can continue a shorter trial's directory.
-    `None` if the program ends each trial itself and each trial has a separate directory."""
+    """Virtual epochs of a full-length trial. The trial may continue in a shorter trial's directory.
+    `None` if the program chooses the length of a trial. Each trial then has its own directory."""
 
     def __init__(
         self, options: RunOptions, program: TrialProgram, environ: Mapping[str, str]
@@ -81,7 +81,7 @@ class Sweep(ABC):
         return ()
 
     def asked_for(self, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the trial's values that its program reads, or `None` if the trial reports them."""
+        """Return the values that a trial's program reads, `None` if only the program knows them."""
         return None
 
     def variables_of(self, trial: Trial, seed: int) -> Mapping[str, str]:
@@ -191,7 +191,7 @@ def _hosts_of(options: RunOptions, environ: Mapping[str, str]) -> TrialHosts | N
 def _fork_template(
     options: RunOptions, program: TrialProgram, *, machine: Machine, environ: Mapping[str, str]
 ) -> ForkTemplate | None:
-    """Return the process that imports once for all trials, or `None` if GPUs make forks unsafe."""
+    """Return the process that imports once for all trials, or `None` if trials cannot be forked."""
     if not options.is_here or program.imports is None or machine.gpus or machine.has_gpu_driver:
         return None
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as in the launcher

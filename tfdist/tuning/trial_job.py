@@ -84,7 +84,7 @@ class Assignment:
     """Trial of a sweep that a process of the user's program runs."""
 
     sweep_dir: str
-    """Absolute path of the sweep. It identifies the program's search that the trial belongs to."""
+    """Absolute path of the sweep. If a program has several searches, the path selects a search."""
     trial: str
     run_dir: str
     checkpoints: str
