@@ -128,7 +128,7 @@ class Tracker(keras.callbacks.Callback):
         self._call("set_params", params)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Start the tracker, except in a resumed MLflow run with its fixed parameters."""
+        """Start the tracker, except in a resumed MLflow run, whose parameters are fixed."""
         if self.package == "mlflow":
             _watch_failures_of_mlflow(self.fail)
         if not (self.package == "mlflow" and self._is_resumed):
