@@ -75,7 +75,7 @@ def make_strategy(  # noqa: PLR0913
       split_bytes: Size in bytes above which a ps job splits a trainable variable over the
         parameter servers (default: TF_CONFIG, else no split).
       elastic: Let a multiworker job on CPUs continue if a worker is lost (default: TF_CONFIG,
-        else False). A single process computes the same results as such a job.
+        else False). A single process computes the same results as an elastic job.
       shards: Parts of each batch in an elastic job (default: TF_CONFIG, else 4, or 8 for more
         than 4 workers).
       pipeline: Division of the model into stages and of a batch into micro-batches, for pipeline.

@@ -172,7 +172,7 @@ def _order_of(examples: int | None, length: Length, *, batch: int, shuffle: bool
 
 
 def _checked(length: Length) -> Length:
-    """Return the length with Python integers, as in checkpoints. Raise UsageError if it is wrong."""
+    """Return the length with Python integers, as in checkpoints. Reject wrong lengths."""
     numbers: dict[str, Any] = {"epochs": require_int("epochs", length.epochs, least=0)}
     for name in ("batch_size", "steps_per_epoch", "overfit_batches"):
         value = getattr(length, name)

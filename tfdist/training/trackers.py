@@ -92,7 +92,7 @@ class Tracker(keras.callbacks.Callback):
         self._logged.update(self._noted(self.get_state()["run"]))
 
     def resume_run(self, state: Mapping[str, Any]) -> None:
-        """Continue the tracker's run of a checkpoint. Call this before `on_train_begin`."""
+        """Continue the tracker's run that a checkpoint names. Call this before `on_train_begin`."""
         run = state.get("run") if isinstance(state, dict) else None
         if not isinstance(run, str) or state.get("package") != self.package:
             return

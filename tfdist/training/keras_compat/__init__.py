@@ -2,7 +2,7 @@
 
 `install` applies the replacements once. They are active only while the calling thread traces a
 tfdist step (`tracing`), so all other code in the process sees stock Keras. `REPLACEMENTS` lists
-them with their issues. In a ps job, `tfdist.ps.keras_compat` adds more. Each has a test in
+them with their issues. In a ps job, `tfdist.ps.keras_compat` adds more. Each entry has a test in
 `tests/integration/test_keras_compat.py` that fails when Keras no longer needs the replacement.
 `Replacement.until` then names the release, and `install` leaves the replacement out.
 

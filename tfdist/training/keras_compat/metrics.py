@@ -250,7 +250,7 @@ def _update_once(
         new = tf.convert_to_tensor(variable)
         if trace.num_replicas > 1:
             variable.assign(tf.where(counts_here, new, old))
-        elif new.dtype.is_floating:  # of micro-batches, which run one after another
+        elif new.dtype.is_floating:  # micro-batches run one after another
             variable.assign(old + (new - old) * tf.cast(trace.part, new.dtype))
     return returned
 
