@@ -90,7 +90,7 @@ class ArraySource(GraphSource):
 
     @tf.autograph.experimental.do_not_convert
     def arrays(self) -> Nest:
-        """Return the arrays as tensors. In a graph, operations map the mapped files."""
+        """Return the arrays as tensors. In a graph, operations map the files of mapped arrays."""
         return _map_present(lambda column: column.sent(), self._columns)
 
 

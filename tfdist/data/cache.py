@@ -35,7 +35,7 @@ def private_cache_dir() -> Path | None:
 
 
 def _is_own(directory: Path, *, shut: int) -> bool:
-    """Return whether a directory belongs to this user or root, without permissions in `shut`."""
+    """Return whether this user or root owns a directory that grants no permission in `shut`."""
     link, found = directory.lstat(), directory.stat()
     return {link.st_uid, found.st_uid} <= {0, os.geteuid()} and not found.st_mode & shut
 

@@ -61,7 +61,7 @@ class GraphSource(Source):
         """Return the examples at `indices` (int64[b], b may be 0), batched along axis 0.
 
         Without `arrays`, the graph captures the data of this process and does not copy them. With
-        `arrays` (the result of `arrays()`, directly or from a dataset), it reads only these.
+        `arrays`, it reads these arrays: the result of `arrays()`, directly or from a dataset.
         """
 
     @abc.abstractmethod

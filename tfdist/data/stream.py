@@ -1,17 +1,17 @@
 """Streams of batches: a `tf.data.Dataset`, or a function that makes a dataset for each task.
 
-tfdist reads the first batch for its shape. A resumed run skips to a step, and a stopped run leaves
-the rest. Every task of a job reads the dataset and uses its part of each batch. Three features of a
-graph then cause wrong data without an error. `read` returns a copy with these changes:
+tfdist reads the first batch for its shape. A resumed run skips earlier steps. A stopped run does
+not read to the end. Every task of a job reads the dataset and uses its part of each batch. Three
+features of a graph then cause wrong data without an error. `read` returns a changed copy:
 
 - **Caches.** If an iterator is dropped while it fills a cache, TensorFlow cancels the datasets
   below the cache. A cancelled prefetch reports "end of sequence". A failed function drops its
   element. The cache or snapshot then treats the truncated data as complete (see
   docs/upstream/tensorflow-cache-after-prefetch.md). In the copy, `_guarded` prevents this: a
-  cancelled read never reaches the end. Iterators of the user's program use other memory caches.
+  cancelled read never reaches the end. The user's own iterators use other memory caches.
 - **Draws without their own seed**, like `shuffle(n)`. The copy sets their seeds from the run's
-  seed. All tasks and all attempts of a run then see the same batches. A shuffle with a
-  seed starts with its first order in each read. The order of
+  seed. All tasks and all attempts of a run then see the same batches. If a shuffle has
+  its own seed, each read starts with the same order. The order of
   `shuffle(n, reshuffle_each_iteration=False)` is the same in all runs and evaluations.
 - **Order that depends on timing** (`deterministic=False`, draws in a parallel map). With several
   tasks, the order is made deterministic and a parallel map with draws runs one call at a time.
@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 _LARGE_BYTES = 2**16
 _IGNORE_STATE = 1  # tf.data's ExternalStatePolicy.IGNORE
 _SEED_OF_SPLITS = 0
-_STRIPPED = "/device::0"  # stripped device of a `py_function`, which TensorFlow then rejects
+_STRIPPED = "/device::0"  # TensorFlow rejects a `py_function` with this stripped device
 _COPIES = itertools.count()
 _MOST = 2**31 - 1
 _plain = tf.autograph.experimental.do_not_convert
@@ -134,7 +134,7 @@ class InputFunctionSource(_BatchSource):
     """A function of `tf.distribute.InputContext` that returns the batches of one task.
 
     The function selects a task's data. Every training task calls it. To find the shapes, tfdist
-    calls it again with the context of a single pipeline.
+    calls it again with an InputContext of one input pipeline.
     """
 
     def __init__(
@@ -367,8 +367,8 @@ class _StreamGraph:
 class _Body:
     """Nodes of the graph or of a function in it.
 
-    `depth` is 0 for the graph and 1 for a function that a dataset in the graph calls. It is 2 for a
-    function of a dataset that a function of depth 1 creates.
+    `depth` is 0 for the graph and 1 for a function that a dataset in the graph calls. If a
+    function of depth 1 creates a dataset, functions of this dataset have depth 2.
     """
 
     def __init__(self, nodes: Any, *, function: Any = None, depth: int = 0) -> None:
@@ -531,8 +531,8 @@ def _guard_caches(body: _Body, library: Any) -> None:
 def _guarded(types: Sequence[int], shapes: Sequence[bytes]) -> Sequence[Any]:
     """Return the definitions of a dataset function and of its own functions, this function first.
 
-    The function appends an empty dataset with a function call to the dataset. In a cancelled read
-    this call fails each time. The cancelled read therefore never reaches the end.
+    The function appends an empty dataset that calls a function. In a cancelled read this call
+    always fails. The cancelled read therefore never reaches the end.
     """
     spec = tuple(
         tf.TensorSpec(TensorShapeProto.FromString(shape), tf.as_dtype(dtype))
@@ -578,7 +578,7 @@ def _seed(node: Any, body: _Body, *, seed: int, numbers: Iterator[int]) -> None:
 
 
 def _is_of_program(node: Any, seeds: Sequence[int | None]) -> bool:
-    """Return whether only `tf.random.set_seed` sets the seeds, so all fits have the same order."""
+    """Return whether the seeds come from `tf.random.set_seed`: all fits have the same order."""
     whole, own = seeds
     if whole is None or whole != context.global_seed() or _shuffles_once(node):
         return False
@@ -595,8 +595,8 @@ def _drawn_by_tensorflow(seed: int) -> frozenset[int]:
 def _shuffles_once(node: Any) -> bool:
     """Return whether a node shuffles in the same order each time (no reshuffle).
 
-    `take` and `skip` split this order, for example into training and validation data. Runs and
-    evaluations have different seeds. The fixed order keeps their parts disjoint.
+    `take` and `skip` may split this order into training and validation data. Runs and evaluations
+    have different seeds. With a fixed order, the training and validation data stay disjoint.
     """
     again = "reshuffle_each_iteration"
     return again in node.attr and not node.attr[again].b

@@ -97,8 +97,8 @@ def scatter(values: Any = None, root: int = 0) -> Any:
       The same value with arrays of the shape ``[...]``. Tuples arrive as lists.
 
     Raises:
-      UsageError: an array does not have one element for each task. The job is elastic. Or as in
-        `broadcast`.
+      UsageError: an array does not have one element for each task, or the job is elastic. See
+        also `broadcast`.
 
     Example:
       >>> mine = tfdist.scatter(np.arange(8).reshape(2, 4) if tfdist.is_chief() else None)
@@ -127,7 +127,7 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     Args:
       value: Number or array of numbers, or a nest of them. All tasks have the same shapes and
         types.
-      op: "sum" or "mean". A mean needs floating-point numbers, and divides their sum.
+      op: "sum" or "mean". "mean" needs floating-point numbers.
 
     Returns:
       New arrays with the shapes and types of `value`, in the same nest.
@@ -135,7 +135,7 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
     Raises:
       UsageError: another task runs another call, or has other shapes or types. A value is not a
         number. The job is elastic.
-      PeerLost: another task exited, or does not call for 30 minutes.
+      PeerLost: another task exited or, on CPUs, does not make this call for 30 minutes.
 
     Example:
       >>> tfdist.all_reduce({"loss": 0.5, "counts": np.ones(2)})  # in both of two tasks
@@ -165,7 +165,7 @@ def all_gather(value: Any) -> Any:
     Raises:
       UsageError: another task runs another call, or has other shapes or types. A value is a Python
         object. The job is elastic.
-      PeerLost: another task exited, or does not call for 30 minutes.
+      PeerLost: another task exited or, on CPUs, does not make this call for 30 minutes.
     """
     return _gathered("all_gather", value, root=None)
 
@@ -364,7 +364,7 @@ def _rows(job: Job, array: _Array, root: int | None, *, of: str) -> _Array | Non
 
 
 def _blank(job: Job, shape: Sequence[int], dtype: str | type) -> _Array:
-    """Return the array of a task that receives the root's array."""
+    """Return an array that can receive the root's array (zeros if the job has no ring)."""
     return np.empty(shape, dtype) if isinstance(job.ring, Ring) else np.zeros(shape, dtype)
 
 

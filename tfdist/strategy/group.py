@@ -155,7 +155,7 @@ def of_all_tasks(job: Job, values: Sequence[float] | np.ndarray, *, of: str) -> 
     table[job.task_index] = values
     table = sum_over_tasks(job, table.reshape(-1), of=of).reshape(table.shape)
     if isinstance(job.ring, Members):
-        table[job.task_index] = values  # a joining task gets an earlier sum: set its row
+        table[job.task_index] = values  # a joining task receives a sum without its values
         table[job.ring.absent] = values  # lost members have no values
     return table
 

@@ -91,7 +91,7 @@ class Job:
         if self.stages is not None:
             return self.stages.count * self.stages.pipelines
         if self.shards is not None:
-            return self.shards if self.has_peers else 1  # the most that the job can have
+            return self.shards if self.has_peers else 1  # maximum number of tasks
         return self.num_replicas // len(self.replica_ids)
 
     @property

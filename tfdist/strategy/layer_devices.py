@@ -247,7 +247,7 @@ def _require_no_state(layer: keras.layers.Layer) -> None:
         is_updated = training and inner.trainable and inner._non_trainable_variables
         if is_updated or getattr(inner, "stateful", False):
             kind = type(inner).__name__
-            raise _refusal(layer, f"its {kind} {inner.name!r} has a state of the whole batch")
+            raise _refusal(layer, f"its {kind} {inner.name!r} updates a state from the whole batch")
 
 
 def _require_one_batch(layer: keras.layers.Layer, tensors: Sequence[tf.Tensor]) -> None:

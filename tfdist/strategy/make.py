@@ -66,7 +66,7 @@ def make_strategy(  # noqa: PLR0913
 
     Args:
       strategy: ``single``, ``mirrored``, ``multiworker``, ``elastic``, ``ps``, ``pipeline`` or
-        ``auto`` (default): as in TF_CONFIG, or without it all GPUs (else the CPU) of this machine.
+        ``auto`` (default): TF_CONFIG decides. Without TF_CONFIG, all GPUs or one CPU.
       devices_per_worker: Replicas on this machine (default: TF_CONFIG, else all GPUs).
       threads: Threads of an operation (default: TF_CONFIG), unless TF_NUM_INTRAOP_THREADS is set.
       startup_timeout_s: Seconds to wait for peers before raising (default: TF_CONFIG, else 60).
@@ -75,7 +75,7 @@ def make_strategy(  # noqa: PLR0913
       split_bytes: Size in bytes above which a ps job splits a trainable variable over the
         parameter servers (default: TF_CONFIG, else no split).
       elastic: Let a multiworker job on CPUs continue if a worker is lost (default: TF_CONFIG,
-        else False). A single process computes the same results as such a job.
+        else False). A single process computes the same results as an elastic job.
       shards: Parts of each batch in an elastic job (default: TF_CONFIG, else 4, or 8 for more
         than 4 workers).
       pipeline: Division of the model into stages and of a batch into micro-batches, for pipeline.
@@ -85,7 +85,7 @@ def make_strategy(  # noqa: PLR0913
         the layer's batch. The first of them has the weights and gathers the results.
       communication_options: Options of the all-reduce under multiworker (default: tfdist's ring
         on CPUs, TensorFlow's choice on GPUs). Without tfdist's ring, a step block or sum that
-        takes longer than their `timeout_seconds` raises PeerLost (default: 3600, 0: never).
+        takes longer than the options' `timeout_seconds` raises PeerLost (default: 3600, 0: never).
       environ: Environment with TF_CONFIG or a scheduler's variables (default: `os.environ`).
 
     Raises:
@@ -131,10 +131,10 @@ def make_strategy(  # noqa: PLR0913
             communication_options=communication_options,
         )
     remember(job)
-    if job.has_peers and job.shards is None:  # survivors of an elastic job do not meet here
+    if job.has_peers and job.shards is None:  # elastic survivors do not call this again
         share_generators()
     if config is not None and config.task.type == "evaluator":
-        # Start the watch now: the chief may exit before this task asks for its exit.
+        # Start the watch now, because the chief may exit before the evaluator uses the watch.
         rendezvous.chief_watch(config, timeout_s=options.startup_timeout_s)
     _LOG.info("%s: strategy %s, %d replicas", job.name, kind, job.num_replicas)
     if job.is_chief and os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True"):

@@ -55,7 +55,7 @@ def _route_trainer() -> None:
 
 @functools.cache
 def _route_keras_hub() -> None:
-    """Route calls before a KerasHub model makes batches, which have no examples by index."""
+    """Route each KerasHub call before KerasHub makes batches: they have no examples by index."""
     model: Any = sys.modules[KERAS_HUB].PipelineModel
     for name in _METHODS:
         if name in vars(model):

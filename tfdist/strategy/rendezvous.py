@@ -48,7 +48,7 @@ _PROBE_ONE_EVERY_S = 0.02  # for each missing task
 _LOG_EVERY_S = 10.0
 _ANSWER_S = 0.5
 _LOCAL_ANSWER_S = 0.05
-"""Timeout in seconds on loopback, which answers at once unless a server starts (`local_only`)."""
+"""Timeout in seconds on loopback (`local_only`). Only a server that is starting answers later."""
 
 
 def answers(address: str) -> bool:

@@ -134,8 +134,8 @@ class Ring:
         `of` describes the sum, with the same text in every worker. It distinguishes sums of equal
         shapes.
 
-        Raises ConnectionError if a neighbour has exited, runs another sum, or runs none `within_s`
-        seconds. Raises RuntimeError if another thread of this worker runs a sum.
+        Raises ConnectionError if a neighbour has exited, runs another sum, or starts none for
+        `within_s` seconds. Raises RuntimeError if another thread of this worker runs a sum.
         """
         chunks = chunks_of(tuple(array.size for array in arrays), self._size, apart=False)
         with self._at_sum():
@@ -208,7 +208,7 @@ class Ring:
         with self._at_sum():
             self._agree([row], of, within_s=CALL_S)
             came = np.empty((hops, *row.shape), row.dtype)
-            order = list(range(hops))  # of arrival. In the root, each row is received in its place.
+            order = list(range(hops))  # order of arrival (the root stores row i at index i)
             if hops == self._size:
                 order = [(self._rank - far) % self._size for far in order]
             came[order[0]] = row
@@ -261,7 +261,7 @@ class Ring:
         ahead: int,
         arrived: Callable[[int], None] = lambda block: None,
     ) -> None:
-        """Receive the blocks `into` and send the blocks `out`, each `ahead` turns later."""
+        """Receive the blocks `into`. Send the blocks `out`, starting `ahead` turns later."""
         for step in range(max(len(into), len(out) + ahead if out else 0)):
             sent = step - ahead
             block = out[sent : sent + 1] if sent >= 0 else ()
@@ -642,7 +642,7 @@ def _connect(host: str, port: int, hello: bytes, deadline_s: float) -> socket.so
 def accepted(
     listeners: Sequence[socket.socket], expected: Collection[bytes], deadline_s: float
 ) -> dict[bytes, socket.socket]:
-    """Return the connections by `expected` message, and close all other connections.
+    """Return each client's connection by its `expected` message. Close all other connections.
 
     Each client has `_HELLO_S` seconds to send its message. A silent client delays no other client.
     The result omits clients that miss the deadline. All messages have the same length.

@@ -61,10 +61,10 @@ class BlockLengthPolicy:
         return self._rate is not None and self._rate * _BLOCK_S < self._longest
 
     def note(self, steps: int, *, elapsed_s: float, is_whole: bool = True) -> None:
-        """Record the number of steps done in a period.
+        """Record that `steps` steps took `elapsed_s` seconds.
 
-        `is_whole` is False if the period has steps of other blocks, or not all steps of its block.
-        Such a period says little about the speed, so it is added to the next period.
+        `is_whole` is True if these are exactly the steps of one block. Other measurements say
+        little about the speed, so they are added to the next measurement.
         """
         if steps >= self._longest:
             self._longest = steps * _GROWTH
@@ -84,7 +84,7 @@ class Decision:
       stop: True if a callback of some task requests a stop.
       signum: signal that requested a stop in some task, or `None`.
       save: True if a time-based backup of the chief is due after the block.
-      learning_rate: learning rate of the chief; NaN if it cannot be set.
+      learning_rate: learning rate of the chief (NaN if it cannot be set).
       joins: worker of an elastic job that joins before the block, or `None`.
       shares: True if the states of the chief's own callbacks have changed.
     """
@@ -199,7 +199,7 @@ class BlockRunner:
         metrics = {name: as_number(value) for name, value in results.items()}
         if not logs or set(logs) == set(metrics):
             return metrics
-        # A step's log of a metric covers only its replica, or one worker's last block.
+        # The log of a metric covers only one replica, or the last block of one worker.
         seen = {name for name, moved in updated.items() if moved.numpy()}
         of_metrics = {name: metrics[name] for name in logs if name in seen & set(metrics)}
         return with_metric_logs({**logs, **of_metrics}, self.program, self.job)

@@ -25,7 +25,7 @@ Slots = Literal["whole", "parts", "none"]
 
 
 def job_for(model: keras.Model, *, doing: str) -> Job:
-    """Return the job of `model`; raise UsageError for a model from another scope."""
+    """Return the job of `model`. Raise UsageError for a model from another scope."""
     if not isinstance(model, keras.Model):
         kind = type(model)
         raise UsageError(
@@ -154,8 +154,8 @@ def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
     """Build model, metrics and loss with a symbolic call that computes nothing.
 
     Keras makes a symbolic call only under a strategy, with dense symbols of unknown batch size. If
-    the model rejects them, it is called with the first batch. If it rejects this batch too, its
-    own step may accept it, because the step may split a batch differently.
+    the model rejects them, its own step may accept them, because the step may split a batch in
+    another way. If the step fails too, tfdist calls the model with the first batch.
     """
     batch = tf.nest.map_structure(_symbolic, feed.batch_spec)
     if not all(layer.built for layer in model._flatten_layers()):
@@ -206,7 +206,7 @@ def _has_unbuilt_parts(model: keras.Model) -> bool:
 
 
 def _runs(step: Callable[[Any], Any], batch: Any) -> bool:
-    """Return whether a step, traced without its updates, reaches its end."""
+    """Return whether a trace of the step, without its updates, raises no error."""
 
     def traced(batch: Any) -> Any:
         trace = keras_compat.StepTrace(
@@ -243,7 +243,7 @@ def _build_with(model: keras.Model, batch: Any) -> None:
 
 
 def _is_ready_for_its_own_step(model: keras.Model) -> bool:
-    """Return whether all but the optimizer is built and a step overrides Keras'."""
+    """Return whether a step overrides Keras' own and only the optimizer may be unbuilt."""
     loss, metrics = model._compile_loss, model._compile_metrics
     unbuilt = []
     if metrics is not None and not metrics.built:
@@ -361,7 +361,7 @@ def _require_one_scale(model: keras.Model, job: Job) -> None:
 
 
 def compiled_parts(model: keras.Model) -> tuple[Any, Any]:
-    """Return objects that differ between two `compile` calls of a model."""
+    """Return two objects of a model. Each `compile` call replaces at least one of them."""
     return getattr(model, "optimizer", None), getattr(model, "_loss_tracker", None)
 
 
@@ -415,8 +415,8 @@ def _symbolic(spec: tf.TensorSpec | None) -> keras.KerasTensor | None:
 def use_averages(model: keras.Model) -> None:
     """Replace the trained weights by their averages (`use_ema`).
 
-    Keras pairs weights and averages by position. The averages follow the weights for which the
-    optimizer was built, and some of these weights may be frozen now.
+    Keras pairs weights and averages by position. The averages have the order of the weights for
+    which the optimizer was built, and some of these weights may be frozen now.
     """
     optimizer, trained = model.optimizer, {id(v) for v in model.trainable_weights}
     inner = getattr(optimizer, "inner_optimizer", optimizer)

@@ -1,9 +1,9 @@
 """Keras callbacks under every strategy: their tasks and their steps.
 
-All tasks run the user's callbacks on the same logs, so they decide the same. Callbacks that write
+All tasks run the user's callbacks on the same logs, so all tasks decide alike. Callbacks that write
 files run only on the chief. Batch hooks run once per step block, for the last batch of the block. A
 callback that needs every batch forces blocks of one step, which are slower. A tfdist callback can
-set three class attributes. ``once_a_range = True``: its hooks need only the last batch of a block.
+set class attributes. ``once_a_range = True``: its hooks need only the last batch of a block.
 ``chief_only = True``: it runs only on the chief. ``wants_block_logs = True``: it reads the logs of
 blocks. Its method ``next_step(step)`` returns the next step after `step` at which a block must end,
 or `None`. The engine calls ``resumed_at(step)`` with the first step of a resumed run.
@@ -183,7 +183,7 @@ def counting_steps(
 ) -> Iterator[None]:
     """Set the call counter of Keras' TensorBoard to the number of steps done.
 
-    If TensorBoard has to write within the block, it writes at the end, with the last due step.
+    If a write is due within the block, TensorBoard writes at its end, with the last due step.
     """
     boards = [c for c in callbacks if isinstance(c, keras.callbacks.TensorBoard)]
     done = [board._global_train_batch + last - first for board in boards]

@@ -125,7 +125,7 @@ class SynchronousEngine(Engine):
                     kept = tf.raw_ops.OptionalFromValue(components=tf.nest.flatten(values))
                 return step + 1, kept, *rows
 
-            # The step's outputs are unknown until the loop is traced, so they travel as a variant.
+            # The outputs' types are unknown before the trace, so the loop carries a variant.
             _, kept, *rows = tf.while_loop(
                 lambda step, *_: step < last,
                 body,
@@ -263,7 +263,7 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def without_substitute(rows: Any, *, count: tf.Tensor) -> Any:
-    """Remove the padding example of an empty batch fraction; in graph."""
+    """Remove the padding example of an empty batch fraction. In graph."""
     return rows[: tf.cast(count > 0, tf.int64) * tf.int64.max]
 
 

@@ -253,7 +253,7 @@ class Evaluator(keras.callbacks.Callback):
         self._look()
 
     def on_train_end(self, logs: Any = None) -> None:
-        # A request that arrives between two tasks' hooks was seen by only one task.
+        # If a request arrives between the hooks of two tasks, only one task has seen it.
         if self.files is not None and self.model.stop_training:
             self.has_stopped |= self.files.is_stop_requested
 
@@ -349,7 +349,7 @@ def evaluate_checkpoints(
     with StopRequests() as requests:
         try:
             while True:
-                is_over = watch.done()  # before the next line: then no newer name follows
+                is_over = watch.done()  # first: `newest_name` then returns the last name
                 name = store.newest_name()
                 # Read the file: an earlier process of this task may have evaluated it already.
                 done = {line.get("checkpoint") for line in evaluator.files.lines()} | unread

@@ -152,14 +152,14 @@ class Feed(abc.ABC):
         """
 
     def worker_dataset(self) -> tf.data.Dataset:
-        """Return the endless dataset that each ps worker receives once; called in graph."""
+        """Return the endless dataset that each ps worker receives once. Called in graph."""
         raise TypeError(f"{type(self).__name__}: Python code does not run on a ps worker")
 
     def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
         """Return a function that makes the parts of the steps ``[first, last)`` on a ps worker.
 
-        Called in graph, once for each block. The result is called once in a step's graph, and
-        returns the parts in order. `given` is the worker's iterator over `worker_dataset`.
+        Called in graph, once for each block. Call the returned function once in a step's
+        graph. It returns the parts in order. `given`: worker's iterator over `worker_dataset`.
         """
         raise TypeError(f"{type(self).__name__}: Python code does not run on a ps worker")
 
@@ -203,7 +203,7 @@ class Feed(abc.ABC):
         self._iterator, self._next_step = None, -1
 
     def _transformed(self, data: Any, ids: Any, passes: Any) -> Any:
-        """Return a batch after the source's transform and the class weights; in graph."""
+        """Return a batch after the source's transform and the class weights. In graph."""
         data = self.source.transformed(data, example_ids=ids, epoch=passes, seed=self.seed)
         return self._weigh(data) if self._weigh else data
 
@@ -465,7 +465,7 @@ class StreamFeed(Feed):
                 self._read = ResourceVariable(0, trainable=False, dtype=tf.int64)
 
     def dataset(self, first: Any, last: Any) -> tf.data.Dataset:
-        """Return the parts as in `Feed`; called eagerly."""
+        """Return the parts as in `Feed`. Called eagerly."""
         return self._dataset(first, last, self._reading)
 
     def first_batch(self) -> Any:
@@ -590,7 +590,7 @@ class StreamFeed(Feed):
         return Part(data, tf.cast(share, tf.float32), high - low)
 
     def _whole(self, number: tf.Tensor, data: Any) -> Part:
-        """Return the part of a whole batch; `number` is unique among the run's batches."""
+        """Return the part of a whole batch. `number` is unique among the run's batches."""
         size = tf.cast(tf.shape(_first(data))[0], tf.int64)
         ids = ids_of_rows(number, tf.range(size), batch=self.plan.global_batch_size)
         data = self._transformed(data, ids, 0)
@@ -611,7 +611,7 @@ class InputFunctionFeed(StreamFeed):
         self.ends = None
 
     def _batches(self, reading: Reading) -> tf.data.Dataset:
-        """As in `StreamFeed`. A task's devices share the batches of one dataset in turn."""
+        """As in `StreamFeed`. A task's devices get the batches of one dataset in turn."""
         job = self._job
         context = tf.distribute.InputContext(
             num_input_pipelines=job.num_tasks,
@@ -665,7 +665,7 @@ def _go_on() -> np.bool_:
 def _in_groups(batches: tf.data.Dataset, size: int) -> tf.data.Dataset:
     """Return tuples of `size` consecutive batches, each with its own shape.
 
-    Separate iterators over the dataset would not work: a shuffle gives each another order.
+    Separate iterators over the dataset would not work: a shuffle gives each iterator another order.
     """
     alone = tf.data.Dataset.zip((batches,))
     if size == 1:

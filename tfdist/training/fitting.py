@@ -72,7 +72,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
 
     The named arguments have the same meaning as in Keras, and `batch_size` is the global batch.
     This is a collective: every training task must call it with the same arguments. Under ps only
-    the chief trains. The evaluator task evaluates checkpoints until training ends, then exits.
+    the chief calls it. The evaluator task evaluates checkpoints until training ends, then exits.
 
     For a model created in `strategy.scope()`, `model.fit` does the same.
 
@@ -183,7 +183,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     )
     if run.initial_weights is not None and saved is None:
         building.build(model, job, feed, slots="none")  # slots may start as copies of the weights
-        with draws_nothing():  # a resumed run skips this load and must draw the same
+        with draws_nothing():  # a resumed run skips this load: keep its draws the same
             load_weights(model, run.initial_weights, job=job)
     building.build(model, job, feed, slots="parts" if sharded else "whole")
     building.require_known_variables(model)
@@ -208,7 +208,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
 
 
 def _checked(seed: int | None, max_staleness: int | None, job: Job) -> int | None:
-    """Return the seed as a Python int; raise UsageError if a value is not a valid integer."""
+    """Return the seed as a Python int. Raise UsageError if a value is not a valid integer."""
     if max_staleness is not None:
         require_int("max_staleness", max_staleness, least=0)
         if not job.kind.has_servers:

@@ -140,7 +140,7 @@ def _checked_source(source: Source, *, job: Job, shuffle: bool) -> Source:
     """Return the source for this strategy, after a check that all tasks match. A collective."""
     check_supported(source, job.kind)
     if isinstance(source, InputFunctionSource) and not shuffle:
-        # With a dataset, tasks read each example once. Their input functions may overlap.
+        # From one dataset, tasks read each example once. Their input functions may overlap.
         source = StreamSource(source.dataset_for(), transform=source.transform)
     share_random_states(job, source)
     require_same_examples(job, source)
@@ -172,7 +172,7 @@ def _order_of(examples: int | None, length: Length, *, batch: int, shuffle: bool
 
 
 def _checked(length: Length) -> Length:
-    """Return the length with Python integers, as in checkpoints; raise UsageError."""
+    """Return the length with Python integers, as in checkpoints. Reject wrong lengths."""
     numbers: dict[str, Any] = {"epochs": require_int("epochs", length.epochs, least=0)}
     for name in ("batch_size", "steps_per_epoch", "overfit_batches"):
         value = getattr(length, name)
@@ -291,7 +291,7 @@ def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[i
     batches = getattr(source, "num_batches", None)
     if batches is None and isinstance(source, StreamSource) and not source.is_endless:
         batches = _counted(source, length, job=job, seed=seed)
-    if not isinstance(source, InputFunctionSource):  # each task may have another number there
+    if not isinstance(source, InputFunctionSource):  # the number may differ by task
         require_same_lengths(job, {"batches": -1 if batches is None else batches})
     if batches == 0:
         raise UsageError(
@@ -306,7 +306,7 @@ def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[i
 def _counted(source: StreamSource, length: Length, *, job: Job, seed: int) -> int | None:
     """Return the number of a stream's batches in an epoch, or `None` if it is not needed.
 
-    This reads the stream once, as the run does, up to the used length. It may fill a cache.
+    This reads once the part of the stream that the run uses. It may fill a cache.
     """
     known = length.steps_per_epoch is not None or length.virtual_epochs is not None
     if known and not length.once:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _TIME_IS_OVER = (
-    "max_time: the run stops after %.3g s at step %d; a backup resumes with a longer max_time"
+    "max_time: the run stops after %.3g s at step %d; to continue from a backup, raise max_time"
 )
 
 
@@ -188,7 +188,7 @@ class TrainLoop:
             logs.update({f"val_{name}": value for name, value in values.items()})
         self._call("on_epoch_end", epoch, logs)
         self._agree_to_stop()
-        if not self._is_time_over:  # else the state within the epoch is saved
+        if not self._is_time_over:  # else a state within the epoch is already saved
             for backup in plan.backups:
                 self._save(backup, ended=logs)
         return logs
@@ -203,7 +203,7 @@ class TrainLoop:
             if self.step > steps.start and self._is_over():
                 self._blocks.finish()
                 for backup in self._plan.backups:
-                    self._save(backup)  # before the end of the epoch, which the next run repeats
+                    self._save(backup)  # the next run repeats the end of the epoch
                 self._model.stop_training = True
                 return
             decision = self._decide(steps.stop)
@@ -298,7 +298,7 @@ class TrainLoop:
             require_as_compiled(self._model, self._compiled)
 
     def _validated(self, validation: Evaluation, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """Evaluate. After a stop signal, save a state that repeats the whole validation."""
+        """Evaluate. After a stop signal, save a state from which a run repeats the validation."""
         if self._agree_to_stop():
             return validation.run(self._callbacks)  # the training ends after this validation
         listed = self._callbacks.callbacks
@@ -331,7 +331,7 @@ class TrainLoop:
         )
 
     def _resume_between_epochs(self, epoch: int) -> None:
-        """Restore a run between two epochs or at its end, or before a requested stop."""
+        """Restore a run that is between two epochs, has ended, or has a stop request."""
         saved, asked = self._plan.saved, self._model.stop_training
         if saved is None:
             return

@@ -23,7 +23,7 @@ def shortened(
 ) -> tuple[list[Any], int | None]:
     """Return the callbacks and validation steps of a `fit`, fewer in a trial run.
 
-    A trial run has a number of `batches`, or the launcher measures the job. It writes no files.
+    In a trial run, `batches` is set or the launcher measures the job. The run writes no files.
     """
     if not batches and (job.config is None or job.config.options.probe_s is None):
         return callbacks, validation_steps
@@ -35,8 +35,8 @@ def shortened(
 class Probe(keras.callbacks.Callback):
     """Callback that measures the training, and then ends the program in all tasks.
 
-    The chief appends lines with ``seconds`` and ``examples`` to `metrics.jsonl`. They count from
-    the end of the first block, which traces, and without validation.
+    The chief appends lines with ``seconds`` and ``examples`` to `metrics.jsonl`. They exclude
+    the first block, which traces, and all validations.
 
     Args:
       directory: run directory, `None` in tasks that do not write.

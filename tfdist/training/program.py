@@ -72,17 +72,17 @@ class StepObserver(Protocol):
     """Records the examples of each step in the compiled step, and receives each block's records."""
 
     def rows(self, steps: tf.Tensor) -> list[tf.TensorArray]:
-        """Return arrays with room for `steps` rows; in graph, before the loop."""
+        """Return arrays with room for `steps` rows. In graph, before the loop."""
 
     def noted(self, rows: list[Any], at: tf.Tensor, parts: Sequence[Part]) -> list[Any]:
-        """Return `rows` with this task's replica parts recorded at row `at`; in graph."""
+        """Return `rows` with this task's replica parts recorded at row `at`. In graph."""
 
     def write(
         self, first: int, last: int, rows: list[Any], *, worker: int = -1, begun: int = 1
     ) -> None:
         """Store the stacked rows of the steps ``[first, last)``.
 
-        Under ps, `worker` ran these steps, and workers started them `begun` times.
+        Under ps, `worker` ran these steps. `begun` counts how often workers started them.
         """
 
 
@@ -122,7 +122,7 @@ class Engine(Protocol):
     def run(
         self, program: StepProgram, first: int, last: int, *, goes_on: bool = False
     ) -> dict[str, float]:
-        """Run the steps ``[first, last)``; return the last step's logs if the program keeps them.
+        """Run the steps ``[first, last)``. Return the last step's logs if the program keeps them.
 
         Returns after all steps are done. If `goes_on` is true, the next block follows directly,
         and some steps may still be running on return.
@@ -219,7 +219,7 @@ class Engine(Protocol):
 
 
 def engine_class(job: Job) -> type[Engine]:
-    """Return the engine of the job's kind. Only a job of the kind imports the engine's room."""
+    """Return the engine of the job's kind. Only a job of this kind imports the engine's package."""
     found: type[Engine] = load(job.kind.engine)
     return found
 
@@ -255,7 +255,7 @@ def is_own(model: keras.Model, name: str) -> bool:
 
 
 def plain(function: Callable[[Any], Any], job: Job, *, where: str) -> Callable[[Any], Any]:
-    """Return a step function; reject a `tf.function` if several replicas or ps run it.
+    """Return a step function. Reject a `tf.function` if several replicas or ps run it.
 
     Values that a replica records during a step, such as scaled logs, would stay inside it.
     """

@@ -42,7 +42,7 @@ def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
     if job.is_chief:
         for backup in backups:
             _acquire(backup, job)
-            backup.close()  # reopened for training: checks before it may still reject the run
+            backup.close()  # training opens it again, after checks that may reject the run
         saved = backups[0].saved()
     state = broadcast(None if saved is None else dataclasses.asdict(saved))
     return None if state is None else RunState(**state)
@@ -97,7 +97,7 @@ def fingerprint(feed: Feed) -> dict[str, Any]:
 
 
 def epoch_at(step: int, plan: EpochPlan) -> dict[str, Any]:
-    """Return the epoch of a step, because callbacks and History have counted earlier epochs."""
+    """Return the epoch of a step. It must stay the same, because callbacks have counted epochs."""
     epoch = plan.epoch_of(step)
     return {"epoch": epoch + 1, "first_example_of_the_epoch": plan.example_starts[epoch]}
 

@@ -104,7 +104,7 @@ def _stays_in_keras(name: str, job: Job | None, kwargs: Mapping[str, Any]) -> bo
         return True
     if not name.endswith("_on_batch") or job is None or job.kind.has_stages:
         return False
-    # Keras runs the whole batch on each mirrored replica: updates agree, outputs are joined.
+    # Each mirrored replica runs the whole batch: updates are equal, but Keras joins outputs.
     return job.num_replicas == 1 or (name == "train_on_batch" and job.kind.is_one_process)
 
 
@@ -167,7 +167,7 @@ def _place() -> str:
 
 
 def _caller(*inside: str) -> types.FrameType:
-    """Return the call of the method by a package other than Keras, KerasHub and `inside`."""
+    """Return the innermost frame outside of Keras, tfdist, KerasHub and the packages `inside`."""
     frame = sys._getframe(1)
     packages = ("keras", "tfdist", "keras_hub", *inside)
     while frame.f_globals.get("__name__", "").partition(".")[0] in packages and frame.f_back:

@@ -45,11 +45,11 @@ class Run(keras.callbacks.Callback):
       sharded_optimizer: True to keep on each multiworker worker only its part of the optimizer's
         state. See the guide on training. With one worker this has no effect.
       fast_dev_run: True to test the program quickly, or a number of batches (True is 1). `fit` runs
-        so many batches of training and of validation in one epoch, and writes no checkpoints, logs
-        or metrics.
+        that many batches of training and of validation in one epoch. It writes no checkpoints,
+        logs or metrics.
       max_time: time after which training stops at a step block: seconds, "DD:HH:MM:SS", a
-        `datetime.timedelta`, or a dict of its arguments (default: None, no limit). It includes the
-        time of the run before its last checkpoint. A run with a longer `max_time` continues.
+        `datetime.timedelta`, or a dict of its arguments (default: None, no limit). A resumed
+        run adds the time before its checkpoint. To continue a run, raise `max_time`.
       fused_kernels: True to compute normalization, GELU, attention and `EinsumDense` in training
         steps with one or a few kernels each. Rounding differs. See the guide on training.
     """

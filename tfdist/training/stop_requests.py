@@ -70,7 +70,7 @@ class StopRequests:
         self.signum: int | None = None
 
     def slots(self) -> list[float]:
-        """Return this task's part of a message to all tasks: 1 for its received signal, else 0."""
+        """Return a number per signal to sum over tasks: 1 if this task received it, else 0."""
         return [float(self.signum == signum) for signum in SIGNALS]
 
     def __enter__(self) -> StopRequests:

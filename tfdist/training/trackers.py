@@ -92,7 +92,7 @@ class Tracker(keras.callbacks.Callback):
         self._logged.update(self._noted(self.get_state()["run"]))
 
     def resume_run(self, state: Mapping[str, Any]) -> None:
-        """Continue the tracker's run of a checkpoint. Call this before `on_train_begin`."""
+        """Continue the tracker's run that a checkpoint names. Call this before `on_train_begin`."""
         run = state.get("run") if isinstance(state, dict) else None
         if not isinstance(run, str) or state.get("package") != self.package:
             return
@@ -128,7 +128,7 @@ class Tracker(keras.callbacks.Callback):
         self._call("set_params", params)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Start the tracker, except in a resumed MLflow run with its fixed parameters."""
+        """Start the tracker, except in a resumed MLflow run, whose parameters are fixed."""
         if self.package == "mlflow":
             _watch_failures_of_mlflow(self.fail)
         if not (self.package == "mlflow" and self._is_resumed):

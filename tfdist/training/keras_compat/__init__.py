@@ -2,7 +2,7 @@
 
 `install` applies the replacements once. They are active only while the calling thread traces a
 tfdist step (`tracing`), so all other code in the process sees stock Keras. `REPLACEMENTS` lists
-them with their issues, and in a ps job also lists `tfdist.ps.keras_compat`. Each has a test in
+them with their issues. In a ps job, `tfdist.ps.keras_compat` adds more. Each entry has a test in
 `tests/integration/test_keras_compat.py` that fails when Keras no longer needs the replacement.
 `Replacement.until` then names the release, and `install` leaves the replacement out.
 
@@ -13,7 +13,7 @@ them with their issues, and in a ps job also lists `tfdist.ps.keras_compat`. Eac
     kernels     fixed order of sums, oneDNN's kernel for gradients of pools, and an option of `fit`
                 for fewer kernels in normalization, GELU and attention
     losses      weights a replica's loss by its batch fraction, and means by numbers of examples
-    metrics     results in logs cover all replicas; a number of the step counts once
+    metrics     results in logs cover all replicas. A scalar from the step counts once
     variables   reduces statistics with the gradients. Additions and updates are one operation each.
                 Random draws depend only on (seed, step, replica)
 

@@ -1,7 +1,7 @@
 """Gradient hook: reduces gradients when they enter the optimizer.
 
 Keras clips, checks and accumulates each replica's own gradient and sums later
-(https://github.com/tensorflow/tensorflow/issues/25806 reports this for its predecessor). Clipping
+(https://github.com/tensorflow/tensorflow/issues/25806 reports this for an older Keras). Clipping
 then differs from one device, an overflow on one replica stays undetected, and a mean over unequal
 batch fractions is wrong. Keras also squares each slice of a sparse gradient separately. A row that
 occurs twice, in a batch or on two replicas, then counts as two gradients (`summed_rows`).

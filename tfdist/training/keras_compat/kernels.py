@@ -45,7 +45,7 @@ _TENSORFLOW = "https://github.com/tensorflow/tensorflow/blob/v2.21.0/tensorflow"
 #
 # Gradients are added from the last to the first. In a normalization, the last two gradients belong
 # to mean and variance. A tape around a layer yields these two in another order than the layer's
-# backward function. Because they are added first, a pipeline and one device round the same.
+# backward function. Added first, these two give the same sum in a pipeline and on one device.
 
 
 _thread = threading.local()
@@ -342,7 +342,7 @@ def _dense(
 def _einsum_dense(
     original: Original, trace: StepTrace, self: Any, inputs: tf.Tensor, training: Any = None
 ) -> tf.Tensor:
-    """Project as in attention: sum over all letters of the inputs' last axes."""
+    """Project as in attention, if the equation sums over the inputs' last axes."""
     matrix = re.fullmatch(r"(\w{2,})(\w+),\2(\w*)->\1\3", self.equation.replace(" ", ""))
     letters = "".join(matrix.groups()) if matrix else ""
     axes = len(matrix[2]) if matrix and len(set(letters)) == len(letters) else 0

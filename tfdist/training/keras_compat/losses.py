@@ -6,7 +6,7 @@ gradients by the batch fraction. Updates of metrics and logs weight their values
 
 Keras divides some losses by the number of replicas, whatever the batch fraction. It does not scale
 sums, loss functions that return one number, or losses computed by hand. Each replica counts masked
-entries and sample weights separately. `add_loss` and the tape sum a tensor of several losses. All
+entries and sample weights separately. `add_loss` and the tape sum the elements of a tensor. All
 replicas share the lists of the losses that layers add.
 """
 
@@ -73,7 +73,7 @@ def _sums_by_fraction(
     sample_weight: Any = None,
     reduction: Any = _MEAN,
 ) -> Any:
-    """Return a value that is the sum or weighted mean after weighting by the batch fraction.
+    """Return a replica's loss. Weighted by batch fraction, the losses add up to the whole loss.
 
     If the batch fraction is empty, a padding example supplies the value, with weight 0. For a
     micro-batch, a sum is also divided by `trace.part`, the later weight of its loss.
@@ -413,7 +413,7 @@ def _of_examples_that_count(
         raise no_sum_in_a_step()
     counts = tf.cast(tf.convert_to_tensor(trace.examples) > 0, x.dtype)
     share = tf.cast(trace.share, x.dtype)
-    # The gradients add up over replicas: weight them before that, and undo the hook's weight.
+    # Replicas sum these gradients: weight them by `share` first, and undo the hook's weight.
     sums = [
         _gradient_times(
             counts * tf.reduce_sum(values, axis=axes, keepdims=True),

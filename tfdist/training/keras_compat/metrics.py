@@ -1,9 +1,9 @@
-"""Metrics in a step: results cover all replicas and steps, and a number of the step counts once.
+"""Metrics in a step: results cover all replicas and steps. A scalar from the step counts once.
 
 On one device, a metric's result in a step's logs covers the whole epoch. On several replicas, and
 in a work unit under ps, a step sees only a part of the metric's state. Here the step records which
 of its tensors are results, and the logs are computed again from the whole state. A metric update
-with a number of the step, such as a loss, runs on each replica but must count once.
+with a scalar from the step, such as a loss, runs on each replica but must count once.
 """
 
 from __future__ import annotations
@@ -180,9 +180,9 @@ def _hides_source(operation: tf.Operation) -> bool:
     )
 
 
-# Metric updates with numbers of the step.
+# Metric updates with scalars from the step.
 #
-# The metric must get the number that one device has. A mean over the examples is weighted by the
+# The metric must get the value that one device has. A mean over the examples is weighted by the
 # batch fraction, or by a micro-batch's part of the step. Sums over the examples add up. `Mean` and
 # `Sum` are linear in the number. Any other metric gets the number of the whole batch on one
 # replica, so it may also square the number or count in integers.
@@ -250,7 +250,7 @@ def _update_once(
         new = tf.convert_to_tensor(variable)
         if trace.num_replicas > 1:
             variable.assign(tf.where(counts_here, new, old))
-        elif new.dtype.is_floating:  # of micro-batches, which run one after another
+        elif new.dtype.is_floating:  # micro-batches run one after another
             variable.assign(old + (new - old) * tf.cast(trace.part, new.dtype))
     return returned
 
@@ -297,7 +297,7 @@ _REDUCTIONS = frozenset(("All", "Any", "Max", "Mean", "Min", "Prod", "Sum"))
 
 
 def _is_sum(value: Any, trace: StepTrace) -> bool:
-    """Return whether a number of the step is a sum over the replica's examples, or their count.
+    """Return whether a scalar from the step is a sum over the replica's examples, or their count.
 
     All other numbers count as means.
     """
@@ -339,7 +339,7 @@ def _growth(tensor: tf.Tensor, trace: StepTrace) -> int:
 
 
 def _growth_of_divisor(dividend: tf.Tensor, divisor: tf.Tensor, trace: StepTrace) -> int:
-    """Return the growth of a divisor. A constant equal to a known size grows, too."""
+    """Return the growth of a divisor. A constant that equals a known size counts as this size."""
     number = tf.get_static_value(divisor)
     if number is None:
         return _growth(divisor, trace)

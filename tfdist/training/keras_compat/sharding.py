@@ -214,7 +214,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _refresh(optimizer: Any, variable: Any, part: Any) -> None:
-    """Copy the part from the weights, which other code than the optimizer may have set."""
+    """Copy the part from the weights, because other code may have set the weights."""
     own_copy(part).assign(cut(own_copy(variable).read_value(), place_of(part)))
     # Keras decides by the whole variable whether a weight decays.
     decays = optimizer._use_weight_decay(variable.value)

@@ -71,15 +71,15 @@ class StepTrace:
       local: Values of variables that the step holds in tensors, by the variable's `id`.
       at_hook: Function that the gradient hook calls with the gradients.
       instead_of_update: Function that the gradient hook calls with the optimizer, the weighted
-        gradients and their variables. Optimizers then change nothing. It returns a function that
-        is called if the step reads one of the variables later.
+        gradients and their variables. Optimizers then change nothing. The result is a function
+        to call if the step reads one of the variables later.
       held: Values of variables that the step reads once and then reuses, by `id`.
-      taken: Functions that return this update's part of summed gradients, by the sum's `id`.
+      taken: Functions that return an update's part of a summed gradient, by the sum's `id`.
       packed: Function that packs the pairs of gradients and variables for an update.
       counts: Optimizers' update counts in this step. `None` to use the counts in the variables.
       updated: Parts of variables that a sharded optimizer updates, in the order of its gradients.
-      whole_sums: Names of operations that return sums over the batch, counted as sums.
-      means: Names of operations that return losses. Weighted by batch fraction, they add up.
+      whole_sums: Names of operations that return sums of losses over the batch.
+      means: Names of operations that return losses to weight by the batch fraction.
       sources: Functions that return whole metric values, by the name of the operation with the
         step's value. `None` if the step's values are whole.
       hides_sources: True if a condition, loop or function in the step has a metric's result.

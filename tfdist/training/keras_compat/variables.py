@@ -1,8 +1,8 @@
 """Reads and writes of Keras variables in a step, updates by an optimizer, and random draws.
 
-BatchNormalization's statistics are recorded and reduced. Values that the step holds are read and
-written in the step. An optimizer's count is the step's count. Each addition is one operation. After
-the gradient hook, each replica updates its own copy.
+BatchNormalization's statistics are recorded and reduced. If the step holds a variable's value in
+a tensor, reads and writes use the tensor. An optimizer's update count is the step's count. Each
+addition is one operation. After the gradient hook, each replica updates its own copy.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _noting_writes(original: Original, trace: StepTrace, self: Any, value: Any) 
         trace.statistics.append(self)
     if trace.num_replicas == 1 or trace.in_hook or self.aggregation == "none":
         return original(self, value)
-    # With its own `aggregation`, TensorFlow would sum the replicas or use only one of them.
+    # By the variable's `aggregation`, TensorFlow would sum the replicas or use one replica.
     copies = self._value
     own = copies._get_on_device_or_primary() if hasattr(copies, "_values") else copies
     return own.assign(tf.cast(value, own.dtype))
