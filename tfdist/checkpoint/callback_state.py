@@ -184,7 +184,7 @@ def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.exists(callback.filename):
-            if epoch or not callback.append:  # at epoch 0, lines may be another run's
+            if epoch or not callback.append:  # append at epoch 0 keeps another run's lines
                 _cut(callback.filename, separator=callback.sep, epoch=epoch)
             callback.append = True
 

@@ -338,8 +338,8 @@ class Segment:
         loss_of: LossOf | None = None,
     ) -> tuple[Tensors, tf.Tensor | None]:
         """Return the outputs or the loss, and the sum of the losses added by layers."""
-        # Under an eager tape, the backward function computes a gradient for each argument. Stop
-        # it for the model's inputs: ragged and sparse inputs have no gradient.
+        # Under an eager tape, the backward function computes gradients of all its arguments.
+        # Leave out the model's inputs: ragged and sparse inputs have no gradient.
         own = [batch.inputs[i] for i in self.part.inputs]
         own = tf.nest.map_structure(tf.stop_gradient, own, expand_composites=True)
         inputs = [*received.tensors, *own]

@@ -289,8 +289,8 @@ class Work:
         self._clock = clock
         self._num_totals = sum(int(np.prod(v.shape)) for v in program.metrics)
         self._log_shapes: dict[str, tuple[int, ...]] = {}
-        # The update counts of the optimizers that a step applies, and the step's increments. Below:
-        # values of these counts before step 0, and values when the workers were last idle.
+        # The update count of each optimizer that a step applies, and its increment per step. Then
+        # the values of these counts before step 0, and when the workers were last idle.
         self._counted: list[Any] = []
         self._counts_each = np.zeros(0, np.int64)
         self._counts_of_step_0: np.ndarray | None = None
