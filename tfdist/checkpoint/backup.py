@@ -87,7 +87,7 @@ class BackupAndRestore(keras.callbacks.Callback):
       delete_checkpoint: Must be False (default): the checkpoints of a finished run stay.
       every_s: Seconds between two saves (default: `None`, no saves by time).
       mtbf_s: Mean time between failures in seconds for "auto" (default: a day).
-      keep: Number of checkpoints to keep besides the best (default: 3).
+      keep: Number of the newest checkpoints to keep (default: 3). The best is also kept.
       best: Name of a metric in the logs, like "val_loss". The checkpoint of the epoch with the best
         value is also kept.
       mode: "min" or "max", the better direction. "auto" (default) derives it from the name.
@@ -159,7 +159,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._auto = AutoInterval(mtbf_s=mtbf_s) if save_freq == "auto" else None
         if backup_dir is None:
             backup_dir = _next_directory()
-        keep = require_int("BackupAndRestore: keep", keep, least=1, fix="say keep=3")
+        keep = require_int("BackupAndRestore: keep", keep, least=1, fix="pass keep=3")
         keep = max(keep, 2) if double_checkpoint else keep
         self.remote: RemoteCheckpoints | None = None
         if is_remote(backup_dir):
@@ -274,7 +274,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         return path
 
     def repeat_save(self) -> None:
-        """Let the next `save` write, because a lost chief may not have written the last one."""
+        """Make the next `save` write again: the lost chief may not have written its last save."""
         self._saved_run, self._lost_save = None, self._last_save
 
     def pass_over(self) -> None:
@@ -470,7 +470,7 @@ class AutoInterval:
     """Save interval of one run, computed again after each save (chief only).
 
     Attributes:
-      interval_s: Seconds from the copy of the state in one save to the next save.
+      interval_s: Seconds between two saves, counted from the copy of the state.
     """
 
     def __init__(self, *, mtbf_s: float | None = None) -> None:
@@ -548,7 +548,7 @@ class Best:
             fix = "use a metric that fit logs at the end of an epoch"
             require_one_of("BackupAndRestore: best", name, logs, fix=fix)
         if not self._warned:
-            _LOG.warning("an epoch without validation has no %s: not marked best", name)
+            _LOG.warning("an epoch without validation has no %s: the save is not marked best", name)
             self._warned = True
         return False
 
@@ -556,9 +556,9 @@ class Best:
 def is_better(
     value: float | None, best: float | None, *, less: bool, min_delta: float = 0.0
 ) -> bool:
-    """Return whether a metric beats the best so far by more than `min_delta`.
+    """Return whether a value is better than `best` by more than `min_delta`.
 
-    `None`, NaN and infinity never count as better. The first finite value always does.
+    `None`, NaN and infinity are never better. The first finite value is always better.
     """
     if value is None or not math.isfinite(value):
         return False

@@ -127,9 +127,9 @@ def _as_array(value: Any) -> Any:
 
 
 def _set_direction(callback: Any) -> None:
-    """Set the direction of the metric in a ModelCheckpoint that saves within epochs.
+    """Set the better direction of the metric in a ModelCheckpoint that saves within epochs.
 
-    Keras sets the direction at the end of the first epoch, and fails if a best value exists before.
+    Keras sets it at the end of the first epoch. If a best value is restored before, Keras fails.
     """
     if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.monitor_op is not None:
         return
@@ -180,11 +180,11 @@ def with_names(callbacks: Sequence[Any]) -> list[tuple[str, Any]]:
 def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
     """Remove the lines from `epoch` on from CSV logs: the resumed run writes them again.
 
-    Call it before `on_train_begin`. TensorBoard logs are not cut: it shows a step's last event.
+    Call it before `on_train_begin`. TensorBoard logs stay: TensorBoard shows a step's last event.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.CSVLogger) and os.path.exists(callback.filename):
-            if epoch or not callback.append:  # else all lines may belong to another run
+            if epoch or not callback.append:  # append at epoch 0 keeps another run's lines
                 _cut(callback.filename, separator=callback.sep, epoch=epoch)
             callback.append = True
 

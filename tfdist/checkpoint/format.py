@@ -116,7 +116,7 @@ def write_checkpoint(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a manifest. Raise as `read_arrays` does, and UsageError for a newer format."""
+    """Read a manifest. Raise Damaged, Unreadable, or UsageError for a newer format."""
     file = directory / MANIFEST
     if directory.is_symlink():
         raise Damaged("it is a symbolic link")
@@ -293,13 +293,13 @@ def _read_all(file: FileIO, target: memoryview, digest: Any) -> None:
 
 
 def _reading_failed(path: Path, error: OSError) -> Exception:
-    """Return the exception for an unreadable file: only Damaged leads to an older checkpoint."""
+    """Return the error of a failed read. After Damaged, the store reads an older checkpoint."""
     if error.errno in _DAMAGE:
         return Damaged(f"{path.name}: {error.strerror}")
     return Unreadable(f"checkpoint {path}: {error.strerror or error}")
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
-    # The first pass through JSON turns integer keys into strings, which sort in another order.
+    # Convert to JSON and back first: integer keys become strings, which sort in another order.
     text = json.dumps(json.loads(json.dumps(body)), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,13 +1,13 @@
 """Conversion of a model's state to arrays and back under every strategy, and its configuration.
 
 Weights and optimizer slots are the same on every replica. Metric totals differ between replicas. A
-checkpoint saves each replica's total, because dividing their sum could change its last bit.
+checkpoint saves every total, because a restored share of the sum could differ in its last bit.
 
 A resume compares the configuration of optimizer, layers and losses. It compares plain values of
 ``get_config``, lists of numbers, regularizers and constraints. It ignores settings that may change
 between the attempts of a run: names, seeds, the learning rate, and whether a layer is trainable.
-Random numbers depend on the run's seed instead. The learning rate is part of the checkpoint or of
-the program's schedule.
+Random numbers depend on the run's seed, not on the layers' seeds. The learning rate is part of the
+checkpoint or of the program's schedule.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def capture(model: keras.Model, job: Job) -> Arrays:
 
     An array has the variable's shape. Arrays of per-replica variables are ``[replicas, *shape]``.
     Only the chief returns arrays. Other tasks send the rows of their replicas and return an empty
-    dict. The tasks send bytes between two steps, so a save does not change results.
+    dict. The tasks exchange bytes, not sums of floats, so a save does not change results.
     """
     arrays = {}
     for name, variable in variables_of(model).items():
@@ -104,7 +104,7 @@ def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> N
 
 
 def own_arrays(model: keras.Model) -> Arrays:
-    """Return copies of the state's arrays in a task that holds all of them whole."""
+    """Return copies of the state's arrays. The task must hold every array whole."""
     return {name: np.array(v.value.numpy()) for name, v in variables_of(model).items()}
 
 
@@ -206,7 +206,7 @@ def require_shape(array: Any, shape: tuple[int, ...], variable: Any, *, where: s
 def require_same_configuration(
     saved: Mapping[str, Sequence[Settings]] | None, mine: dict[str, list[Settings]], *, where: str
 ) -> None:
-    """Raise UsageError with the settings that differ in a saved run (`None`: not compared)."""
+    """Raise UsageError with the settings that differ from `saved`, unless `saved` is `None`."""
     differences = [] if saved is None else list(_differences(saved, mine))
     require(
         not differences,
@@ -218,10 +218,10 @@ def require_same_configuration(
 
 
 def _roles(names: Mapping[str, Any]) -> dict[str, str]:
-    """Return the roles of slots and metric variables. Roles distinguish variables of equal shape.
+    """Return a role for each slot and metric variable, to tell variables of equal shape apart.
 
-    The role of a slot is its weight. The role of a metric variable is its path without the numbers
-    that Keras adds to make names unique. Slots without a known weight are left out.
+    The role of a slot is the name of its weight. The role of a metric variable is its path without
+    the numbers that Keras adds to make names unique. Slots without a known weight are left out.
     """
     owners = {
         f"/{path.replace('/', '_')}_": name
@@ -259,7 +259,7 @@ def _rows_of_all(variable: Any, job: Job) -> np.ndarray[Any, Any]:
     rows = np.zeros((replicas, *variable.shape), _numpy_dtype(variable))
     for replica, copy in zip(own, _copies(variable, job), strict=True):
         rows[replica] = copy.numpy()
-    if replicas == 1:  # a pipeline has already sent it to every task
+    if replicas == 1:  # in a pipeline, every task already has the value
         return rows
     return sum_bytes(job, rows, of="the replicas' own values")
 

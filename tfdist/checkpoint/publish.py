@@ -118,14 +118,14 @@ def publish_from(backups: Sequence[BackupAndRestore], callbacks: Sequence[Any]) 
 def _written(model: keras.Model, directory: Path) -> Path:
     """Write the model's configuration to a file for another process. Return the file."""
     for layer in model._flatten_layers():
-        # A vocabulary is no weight. Keras puts it into the configuration only if it was passed in.
+        # A vocabulary is not a weight. The configuration holds it only if the constructor got it.
         require(
             not hasattr(layer, "get_vocabulary") or layer.get_config()["vocabulary"] is not None,
             "publish",
             f"layer {layer.name} has a vocabulary from adapt, which its configuration does not "
             "contain",
-            fix="pass PublishModel(directory, model='file.py:function'), a function that returns "
-            "this model",
+            fix="pass PublishModel(directory, model='file.py:function'). The function must "
+            "return this model",
             code="not-a-model",
         )
     with saveable(

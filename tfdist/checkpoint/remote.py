@@ -1,9 +1,9 @@
 """Checkpoints and models in buckets and other file systems of fsspec (extra ``remote``).
 
-A checkpoint is written to a local directory first. A thread then uploads the shard, and last the
-manifest, so a remote checkpoint with a manifest is complete. Before an upload the thread claims the
-serial number with a conditional put: if two jobs write to the same URL, the later job is refused.
-File systems without a conditional put do not refuse a job that claims in the same moment.
+The store writes a checkpoint to a local directory. A thread then uploads the shard and, last, the
+manifest: a remote checkpoint with a manifest is complete. Before an upload the thread claims the
+serial number with a conditional put (write only a new file). If two jobs write to one URL, the
+later job fails. Without conditional puts, both jobs may continue if they claim at the same moment.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def opened(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in it. Raise UsageError if it is unknown."""
+    """Return a URL's file system and its path there. Raise UsageError for an unknown protocol."""
     require_packages(url, "fsspec", extra="remote")
     import fsspec
 
@@ -91,7 +91,7 @@ def put(local: Path, url: str, *, last: Sequence[str] = ()) -> None:
 
 @contextlib.contextmanager
 def local_copy(url: str, *, best: bool) -> Iterator[str]:
-    """Yield the path of a local copy of a file, or of the newest (best) checkpoint in a directory.
+    """Yield the path of a local copy of a file, or of a directory's newest or best checkpoint.
 
     Raises TfdistError if the URL cannot be read.
     """
@@ -165,8 +165,8 @@ class RemoteCheckpoints:
     def fetch(self) -> None:
         """Download the newest complete checkpoint, unless the local store has a newer checkpoint.
 
-        The local directory is locked by the caller. If the URL is unreachable, the local
-        checkpoints are used, with a warning. Raises TfdistError if there are none.
+        The caller has locked the local directory. If the URL cannot be written, log a warning and
+        keep the local checkpoints. Raises TfdistError if there are no local checkpoints.
         """
         mine = self._store.newest_name()
         try:
@@ -337,7 +337,7 @@ class RemoteCheckpoints:
         return file.read_bytes()
 
     def _discard_old(self, found: Sequence[str]) -> None:
-        """Remove all checkpoints except the best and the last `keep`, the manifest first."""
+        """Keep the best and the last `keep` checkpoints. Remove the others, each manifest first."""
         names = _complete(found)
         kept = names[-self._store.keep :]
         kept += [name for name in names if self.is_best(name)][-1:]

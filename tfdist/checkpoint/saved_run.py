@@ -57,7 +57,7 @@ def check_run(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
 
 
 def _check_variables(variables: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
-    """Raise Damaged unless each variable has an array and the numbers of a group start at 0."""
+    """Raise Damaged unless each variable has an array, and `weights/0`, ... have no gap."""
     groups = Counter(name.partition("/")[0] for name in variables)
     for name, entry in variables.items():
         match = _VARIABLE.fullmatch(name)

@@ -51,7 +51,7 @@ class NothingWhole(TfdistError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """Content of a checkpoint: step, arrays, metadata, and the mark as the best."""
+    """Content of a checkpoint: step, arrays, metadata, and whether it is marked as the best."""
 
     step: int
     arrays: dict[str, np.ndarray[Any, np.dtype[Any]]]
@@ -126,7 +126,7 @@ class CheckpointStore:
                 except BaseException:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     raise
-                self._known_damaged.discard(self.directory / name)  # of an older, moved directory
+                self._known_damaged.discard(self.directory / name)  # an old one had this name
                 fsync(self.directory)
             except OSError as error:
                 raise self._failed(f"checkpoint of step {step} in ", error) from error
@@ -259,7 +259,7 @@ class CheckpointStore:
         return sound
 
     def _discard_old(self) -> None:
-        """Remove all checkpoints except the best and the last `keep` intact checkpoints."""
+        """Keep the last `keep` intact checkpoints and the best checkpoint. Remove all others."""
         sound = self._sound()
         kept = {location.path for location, _ in sound[-self.keep :]}
         kept.update([location.path for location, manifest in sound if manifest.best][-1:])

@@ -40,8 +40,8 @@ def load_weights(
     Args:
       model: Built model. Frozen layers (``trainable = False``) also get weights.
       filepath: A `.keras` file (read in safe mode), a `.weights.h5` file, or a backup directory.
-      skip_mismatch: True to leave weights unchanged that the file lacks or has with another shape,
-        and to log their names (default: False, an error).
+      skip_mismatch: True to skip a weight that is missing in the file or has another shape there,
+        and to log its name (default: False, an error).
       job: Job of the calling task (default: the job of the model's strategy).
       layers: Names of the layers to set (default: all). Other layers are unchanged.
       best: True to use the best checkpoint of a directory instead of the newest (default: False).
@@ -222,7 +222,7 @@ def _values_of(model: keras.Model, checkpoint: Checkpoint) -> dict[str, Any]:
     same = [list(v.shape) for v in model.weights] == [saved[n][1] for n in weights]
     found = {}
     for key, variable in _wanted(model, None).items():
-        # Paths depend on the process: an additional layer built earlier shifts all of them.
+        # Paths depend on the process: Keras counts all layers that the process has built before.
         if same:
             found[key] = weights[positions[id(variable)]]
         elif variable.path in by_path:

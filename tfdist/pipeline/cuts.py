@@ -52,7 +52,7 @@ class CutPoint:
     position: int
     name: str  # name of the layer before the cut
     num_tensors: int
-    example_bytes: int  # in both directions, with 1 for an unknown length
+    example_bytes: int  # in both directions. An unknown length counts as 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -68,8 +68,8 @@ class ModelPart:
       sources: Index of each tensor of `sent` in the list of `received`, `inputs` and the outputs
         of `module`. Some tensors only pass through.
       nodes: Keras' nodes of the calls of its layers.
-      draws: Draw numbers of the model's seed generators, by the generator's `id`. They are unique
-        and do not depend on the cut.
+      draws: Numbers of the random draws of each seed generator, by its `id`. The numbers are unique
+        in the model and do not depend on the cut.
     """
 
     index: int
@@ -310,7 +310,7 @@ def _graph_inside(operation: Any) -> Any:
 def _in_place(functional: Any) -> tuple[Any, dict[int, tuple[str, ...]]]:
     """Return a graph in which each inner model is replaced by the calls of its layers.
 
-    Also return the names of a call's inner models, outermost first, by the `id` of its outputs.
+    Also return, by the `id` of a call's output, the names of the models around it, outermost first.
     """
     inside: dict[int, tuple[str, ...]] = {}
 
@@ -482,8 +482,8 @@ def chosen_places(
     ]
     seconds = _seconds(parts, rows, loss_of, counted=counted)
     chosen, _ = _fastest_cut(seconds, weights, trainable, orders, micros)
-    # The ends of parts take extra time, which grows with the size of their tensors. So time whole
-    # stages too. With `recompute` a whole stage's activations may not fit into memory.
+    # The ends of parts take extra time, which grows with their tensors. To correct the times,
+    # time whole stages. With `recompute` a whole stage's activations may not fit into memory.
     if not counted and keep != "recompute":
         stages = _computed(graph, [positions[i] for i in chosen], flat)
         whole = _seconds(stages, rows, loss_of, counted=False)
@@ -636,7 +636,7 @@ def _work_in(graph: Any, steps: int) -> int:
 
 
 def _work_of(operation: tf.Operation) -> int:
-    """Return the number of an operation's outputs times the terms of each output's sum."""
+    """Return the number of output elements times the number of terms summed in each element."""
     shapes = [tuple(t.shape) if t.shape.rank is not None else () for t in operation.inputs]
     made = sum(t.shape.num_elements() or 0 for t in operation.outputs)
     kind, summed = operation.type, 1
@@ -675,7 +675,7 @@ def _noise(shape: Any, dtype: Any) -> tf.Tensor:
     return tf.random.stateless_normal(shape, seed=[0, 0], dtype=dtype)
 
 
-# Segments of stages that compute activations again, so that few activations use memory at once.
+# Segments of stages under `recompute`: memory holds the activations of a single segment.
 
 
 def segments_of(

@@ -75,7 +75,7 @@ class PipelineEngine(Engine):
                 if program.training:
                     self._run_passes(staged, step, batches)
                     part = sum(float(micro.share) for micro in batches)
-                    # A variable here would keep the gradients for another step.
+                    # A Python variable would keep the gradients in memory during the next step.
                     staged.update(
                         staged.clipped(
                             self._summed(staged, staged.stage.take_sums(), before, part=part)
@@ -135,7 +135,7 @@ class PipelineEngine(Engine):
         return staged
 
     def _peek(self, feed: Feed, step: int) -> Part:
-        """Return the batch of a later step. That step reuses the batch if it is from a stream."""
+        """Return the batch of a later step. If the data are a stream, the step reuses the batch."""
         if feed.direct:
             return feed.at(tf.constant(step, tf.int64))[0]
         if (feed, step) not in self._peeked:
@@ -210,7 +210,7 @@ class PipelineEngine(Engine):
                 place.chosen.split_size = size
                 took_s = self._timed(staged, program, step, batch)
                 tried[size] = min(took_s, tried.get(size, took_s))
-            near = _NEAR * min(tried.values())  # by the first stage, which finishes last
+            near = _NEAR * min(tried.values())  # the first stage measures: it finishes last
             sizes = broadcast([size for size in tried if tried[size] <= near])
         fastest = min(tried, key=lambda size: tried[size])
         place.chosen.split_size = int(broadcast(fastest))

@@ -33,8 +33,8 @@ def passes(kind: str, *, stage: int, stages: int, micros: int) -> list[Pass]:
     In every schedule the backward passes have the order of their micro-batches, so the sums of
     gradients have the same bits.
 
-    ``1f1b`` keeps the activations of up to S + 2 micro-batches, with S stages from this stage on.
-    ``gpipe`` keeps the activations of all. ``serial`` runs the micro-batches in sequence.
+    ``1f1b`` keeps the activations of up to S + 2 micro-batches. S counts this stage and all later
+    stages. ``gpipe`` keeps all activations. ``serial`` runs the micro-batches in sequence.
     """
     require_one_of("schedule", kind, SCHEDULES)
     if kind == "gpipe":
@@ -95,7 +95,7 @@ def timeline(
                 done[stage] += 1
                 left -= 1
                 busy_s += lasts
-    assert not left, "orders in which the stages wait for each other for ever"
+    assert not left, "the orders make the stages wait for each other for ever"
     return Timeline(max(free_s), bubble=1 - busy_s / (stages * max(free_s)))
 
 
@@ -126,8 +126,8 @@ def balanced(
       crossing_bytes: Bytes that cross each place.
       stages: Number of stages.
       trainable: Whether each run has trainable weights (default: all). Each stage needs some.
-      lead: Fraction of the earlier stages' time that a stage waits at the start and end of a step
-        (default: 0). It is 1 / M for M micro-batches.
+      lead: Part of the earlier stages' time that a stage waits at the start and end of a step
+        (default: 0), for example 1 / M with M micro-batches.
 
     Raises:
       UsageError: there are fewer places than cuts.
@@ -193,7 +193,7 @@ def _cheapest(
         (low, weights_before), (high, weights_then) = sums[start], sums[end]
         return weights_before < weights_then and high - low + lead * low <= within
 
-    # Bytes and cuts of the best stages so far, by their end. A cut is the index of the run before.
+    # Bytes and cuts of the best stages so far, by their end. A cut is a stage's last run.
     found: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, stages):
         found = {

@@ -5,7 +5,7 @@ Between the two passes of a micro-batch, an eager `tf.GradientTape` keeps the ac
 ``recompute`` the stage keeps only inputs and computes the forward pass again, segment by segment.
 Memory holds a single segment's activations (Chen et al., 2016, arXiv:1604.06174). If a backward
 pass directly follows its forward pass, the same function computes both. With ``compiled``, or with
-one micro-batch, a single function computes the whole step. In its graph the passes run in sequence.
+``tape`` and one micro-batch, a single function computes the step. Its passes run in sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tfdist.pipeline.union import release
 from tfdist.training import keras_compat
 
 _TRACED_ROWS = 8, 16
-"""Batch sizes for traces of a part, which find losses with a batch axis."""
+"""Two batch sizes. A loss with a batch axis has another shape for each size."""
 
 Tensors = list[tf.Tensor]
 LossOf = Callable[["MicroBatch", Tensors, tf.Tensor], tf.Tensor]
@@ -293,7 +293,7 @@ class Segment:
         with keras_compat.pools_again():
             outputs, added = self._run(batch, received, training=True, loss_of=self._loss_of)
         if self.part.is_last:
-            loss = outputs[0] * batch.share  # earlier stages add their losses' gradients
+            loss = outputs[0] * batch.share  # the losses of earlier stages add no gradient here
             return [loss], [self._scaled(loss)]
         targets = [t for t in outputs if t.dtype.is_floating]
         if added is not None:
@@ -338,8 +338,8 @@ class Segment:
         loss_of: LossOf | None = None,
     ) -> tuple[Tensors, tf.Tensor | None]:
         """Return the outputs or the loss, and the sum of the losses added by layers."""
-        # With an eager tape, the backward function would compute gradients of all arguments.
-        # Ragged and sparse inputs have no gradient.
+        # Under an eager tape, the backward function computes gradients of all its arguments.
+        # Leave out the model's inputs: ragged and sparse inputs have no gradient.
         own = [batch.inputs[i] for i in self.part.inputs]
         own = tf.nest.map_structure(tf.stop_gradient, own, expand_composites=True)
         inputs = [*received.tensors, *own]
@@ -440,7 +440,7 @@ def _spec_of(tensor: Any, *, rows: int) -> Any:
 def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:
     """Return the Keras mask of a tensor with a symbolic mask.
 
-    Keras drops some masks in computation, for example after MultiHeadAttention. Then mask nothing.
+    If Keras has dropped the mask (for example in MultiHeadAttention), return a mask of all True.
     """
     mask = getattr(output, "_keras_mask", None)
     if mask is None:

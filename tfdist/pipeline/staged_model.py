@@ -367,7 +367,7 @@ class StagedModel:
         kept = [i for i, v in enumerate(inner._trainable_variables) if id(v) in mine]
         own: dict[str, Any] = {"global_clipnorm": None}  # done over all stages
         own["_trainable_variables"] = [inner._trainable_variables[i] for i in kept]
-        if inner.gradient_accumulation_steps:  # otherwise it would zero all of them
+        if inner.gradient_accumulation_steps:  # else the optimizer would zero all stages' sums
             held = enumerate(inner._accumulated_gradients)
             own["_accumulated_gradients"] = [v if i in kept else None for i, v in held]
         if inner.use_ema:

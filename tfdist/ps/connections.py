@@ -115,7 +115,7 @@ class Connections:
 
     def connect(self, workers: Collection[int]) -> None:
         """Connect to `workers` and all ps. Call it before creating anything on them."""
-        # As in TensorFlow's coordinator: one open call for each worker, and no async executors.
+        # As in TensorFlow's strategy: at most one call to a worker at a time, no async executors.
         os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
         os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
         filters = server_lib.ClusterDeviceFilters()
@@ -131,7 +131,7 @@ class Connections:
 
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy) -> Connections:
-        """Return the connections of a strategy, also if TensorFlow connected it to all workers."""
+        """Return a strategy's connections. A strategy of TensorFlow is connected to all workers."""
         connections = getattr(strategy, "connections", None)
         if isinstance(connections, cls):
             return connections
@@ -310,11 +310,11 @@ def serve(config: TaskConfig, *, timeout_s: float) -> NoReturn:
     `timeout_s`, and 143 on SIGTERM.
     """
     stop = threading.Event()
-    # A scheduler warns all tasks. The chief then saves, and needs its servers for the save.
+    # A scheduler sends SIGUSR1 to all tasks. The chief then saves, and its servers must run on.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     keep_freed_memory(os.environ)
     protos = tf.compat.v1.ConfigProto()
-    protos.gpu_options.allow_growth = True  # workers may share a GPU, and the server takes all
+    protos.gpu_options.allow_growth = True  # else the server takes all memory of a shared GPU
     if "TF_NUM_INTEROP_THREADS" not in os.environ:
         # Fewer threads than closures in flight can deadlock a server on a small machine.
         protos.inter_op_parallelism_threads = max(len(config.cluster.worker) + 2, 4)

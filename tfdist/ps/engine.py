@@ -74,7 +74,7 @@ class ParameterServerEngine(Engine):
         until the last work unit has started, so that no worker idles between the blocks.
         """
         if program not in self._work:
-            for variable in program.metrics:  # of a new run, or of another program
+            for variable in program.metrics:  # the first call with this program
                 require(
                     not np.any(variable.numpy()),
                     "metrics",
@@ -243,8 +243,8 @@ class ParameterServerEngine(Engine):
 def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> int:
     """Return the most steps per work unit that still keep as many workers busy as possible.
 
-    With a staleness bound of k, at most k + 1 workers run at a time. Half of the bound is for work
-    units in flight when a unit starts. The other half is for units that start during it.
+    With a staleness bound of k, at most k + 1 workers run at a time. Half of the bound allows for
+    units that are in flight when a unit starts. The other half allows for units that start later.
     """
     if max_staleness is None:
         return most
@@ -252,7 +252,7 @@ def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> in
     return most if not others else min(most, max(1, max_staleness // (2 * others)))
 
 
-# Closure of a ps job: a range of a program's steps, traced once, and the results of its calls.
+# Closure of a ps job: a function that runs a range of steps, traced once, and its results.
 
 
 class _Carried(NamedTuple):
@@ -289,8 +289,8 @@ class Work:
         self._clock = clock
         self._num_totals = sum(int(np.prod(v.shape)) for v in program.metrics)
         self._log_shapes: dict[str, tuple[int, ...]] = {}
-        # The count of each optimizer that a step applies, and the step's increment of that count.
-        # Then the values of the counts before step 0, and when the workers were last idle.
+        # The update count of each optimizer that a step applies, and its increment per step. Then
+        # the values of these counts before step 0, and when the workers were last idle.
         self._counted: list[Any] = []
         self._counts_each = np.zeros(0, np.int64)
         self._counts_of_step_0: np.ndarray | None = None
@@ -515,8 +515,8 @@ class UpdateClock:
         """Trace a step's `work`. Return its result, and `ages` with this step's staleness.
 
         A server counts the step after its write of the variables that the step trains. If the step
-        trains no variables, the first server counts it. `work` enters its argument, the watcher, in
-        the thread that traces the step. Call `look_first` after the whole step is traced.
+        trains no variables, the first server counts it. `work` gets a watcher, a context manager to
+        enter in the thread that traces the step. Call `look_first` after the step is traced.
         """
         graph = tf.compat.v1.get_default_graph()
         before = len(graph.get_operations())
@@ -561,7 +561,7 @@ class UpdateClock:
     def staleness(self, ages: list[tf.Tensor]) -> tf.Tensor:
         """Return the number of other workers' updates between each step's read and its write.
 
-        Of all servers, the largest number counts.
+        The result is the maximum over the servers.
         """
         found = []
         for device, kept in zip(self._counts, ages, strict=True):

@@ -32,8 +32,8 @@ class UpdateCounts:
     """Update counts that optimizers see while a step is traced. Create it in the step's graph.
 
     Args:
-      given: Updates made by the earlier steps, int64 ``[optimizers]``, a number for each of the
-        variables in `followed`.
+      given: Number of updates in the earlier steps, int64 ``[optimizers]``, for each variable in
+        `followed`.
     """
 
     def __init__(self, given: tf.Tensor) -> None:
@@ -44,7 +44,7 @@ class UpdateCounts:
         self._graph = tf.compat.v1.get_default_graph()
 
     def follow(self, variable: Variable) -> None:
-        """Replace an optimizer's count, except if a condition decides on its updates."""
+        """Replace an optimizer's count, unless the optimizer updates it within a condition."""
         if self._in_step() and self._place(variable) is None:
             self.followed.append(variable)
             self.each.append(0)
@@ -82,8 +82,8 @@ class UpdateCounts:
 
 # An update uses the learning rate of the dispatched step.
 #
-# Within an update an optimizer sees the server's count (see `UpdateCounts`). Keras computes the
-# learning rate there a second time, for weight decay.
+# For weight decay, Keras computes the learning rate again within the update. An optimizer sees the
+# server's count there, so the computation below uses the step's count (see `UpdateCounts`).
 
 
 @replaces(BaseOptimizer, "_get_current_learning_rate", issue=f"{_BASE}#L777")
@@ -96,8 +96,8 @@ def _of_the_step(original: Original, trace: StepTrace, self: Any) -> Any:
 
 # A loss scale also grows if workers have counted past its growth step.
 #
-# Keras tests whether the count equals that step. If two workers read the count before it and both
-# add 1, the count skips that step. The scale would then not grow until gradients overflow.
+# Keras tests whether the count equals that step. If two workers test just before that step and both
+# add 1, the count skips the step. The scale would then not grow until gradients overflow.
 
 
 @replaces(
@@ -148,11 +148,11 @@ def _take_sum(part: Any) -> tf.Tensor:
 
         done = tf.cond(tf.reduce_all(is_finite), subtract, begin_anew)
     with tf.control_dependencies([done]):
-        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)  # holds the lock until then
+        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)  # frees the lock after `done`
     return mine
 
 
-# Runs before the condition on finite gradients, in which Keras turns each error into RuntimeError.
+# Check before the condition on finite gradients: in it, Keras turns any error into RuntimeError.
 @replaces(
     LossScaleOptimizer,
     "_common_apply",
@@ -206,7 +206,7 @@ def _are_on_servers(variables: Iterable[Any]) -> bool:
     return all(server_of(part) is not None for one in variables for part in parts_of(one))
 
 
-# The parameter servers compute the averages of weights, from the first update on the server.
+# The parameter servers compute the averages of weights, which start at the server's first update.
 #
 # Keras computes them in the step, on the worker. The worker reads weights and averages again and
 # sends the new averages, while other workers do the same. Keras starts the averages in step 0.

@@ -58,8 +58,8 @@ def outermost(handle: Any) -> Any:
 
 # Small gradients go to a parameter server together.
 #
-# A message of any size costs its sender and receiver more than 0.1 ms of CPU time, and half of a
-# model's variables are biases.
+# A message of any size costs its sender and receiver more than 0.1 ms of CPU time. Many gradients
+# are small, because half of a model's variables are biases.
 
 
 _SMALL_BYTES = 2**16  # packing copies a tensor: worth it if the copy costs less than a message
@@ -68,8 +68,8 @@ _SMALL_BYTES = 2**16  # packing copies a tensor: worth it if the copy costs less
 def sent_together(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Return the gradient-variable pairs, with small gradients packed and split on their server.
 
-    The values are bit-identical. Call it after the last use of the gradients except the update:
-    any other use would fetch them from the server.
+    The values are bit-identical. Before this call, finish all uses of the gradients except the
+    update: a later use would fetch the gradients from the server.
     """
     pairs = list(pairs)
     alike = collections.defaultdict(list)
@@ -97,8 +97,8 @@ def is_small(value: Any) -> bool:
 
 # Reads of a step from parameter servers: a read per variable, small variables packed together.
 #
-# Layers and regularizers read a variable anew each time. TensorFlow also sends a message if it only
-# needs to know that a value on another task exists, such as a kernel with a known shape.
+# Layers and regularizers read a variable anew at each use. TensorFlow also sends a message if
+# an operation only waits for a value, for example if it uses only the known shape of a kernel.
 
 
 def read_together(operations: Sequence[tf.Operation]) -> None:

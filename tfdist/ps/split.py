@@ -4,7 +4,7 @@ Keras' tapes, optimizers and files do not accept TensorFlow's own `ShardedVariab
 `handle` and no `numpy`. A split variable here stays a Keras variable. Layers read its whole
 value. A step concatenates the parts once, and again only after it has written to them. Files and
 checkpoints hold the whole value, so they do not depend on the number of servers. Only an
-optimizer's update runs part by part, on the part's server, with its rows of gradient and slots.
+optimizer's update runs part by part, on the part's server, with that part of gradient and slots.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _Step:
       graph: Graph of the step.
       firsts: First value read. Tapes identify a variable by this tensor. Later values derive from
         it, so that its gradient includes all reads.
-      wholes: Current value in the step's graph. `None` after a write in a condition: then each read
-        concatenates the parts again, until the next read in the step's graph.
+      wholes: Current value in the step's graph. A write in a condition sets `None`. Each read there
+        concatenates the parts. The next read in the step's graph sets the value again.
     """
 
     graph: Any
@@ -164,7 +164,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
             getattr(part, name)(self.rows_of(value, number))
 
     def rows_of(self, value: Any, number: int) -> Any:
-        """Return a part's rows of a tensor or of sparse slices of the whole."""
+        """Return the rows of part `number` from a tensor or IndexedSlices of the whole variable."""
         start = sum(self.rows[:number])
         end = start + self.rows[number]
         if not isinstance(value, tf.IndexedSlices):
@@ -226,7 +226,7 @@ def reading_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def standing_for_whole(part: int) -> Iterator[None]:
-    """Make every split variable stand for its part of this number, for row-wise updates."""
+    """Let an update see part number `part` of each split variable as the whole variable."""
     before, _thread.part = _thread.part, part
     try:
         yield

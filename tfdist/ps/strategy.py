@@ -197,7 +197,7 @@ class WorkerTable(ps_values.DistributedTable):
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, wrapped_creator: Any) -> None:
-        self._copies: dict[int, tuple[int | None, Any]] = {}  # by worker: the life and its table
+        self._copies: dict[int, tuple[int | None, Any]] = {}  # by worker: its `life` and table
         super().__init__(strategy, wrapped_creator)
 
     def _maybe_build_distributed_table(self) -> None:

@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
 _GONE_S = 4.0  # silence after which a ps, or a worker with a work unit, counts as dead
 _MAX_LOSSES = 5  # workers lost during a work unit before the unit counts as the cause
-_MAX_FAILURES = 3  # in a row, of a live worker. A worker that restarted unnoticed fails once
+_MAX_FAILURES = 3  # in a row, of a worker that answers. After an unnoticed restart it fails once
 
 # Messages of the runtime for a worker that restarted between two calls.
 _REPLACED = (
@@ -79,7 +79,7 @@ class WorkUnit:
     others: int = 0
 
     def may_begin_beside(self, under_way: Collection[WorkUnit]) -> bool:
-        """Return whether all steps, here and in flight, stay within this unit's staleness bound."""
+        """Return whether this unit and all units in flight stay within the staleness bound."""
         bound = self.max_staleness
         if bound is None or not self.steps:
             return True
@@ -122,9 +122,9 @@ class WorkerPool:
         """Call `function` for the next free worker, with the worker's devices as the default.
 
         The future returns its result or raises its error. If the worker dies, the pool calls
-        `function` again. `steps` is the number of training steps in it. The pool starts the unit
-        only if at most `max_staleness` steps of other units can run during it, and during each unit
-        in flight. Raises PeerLost after a ps or all workers have died.
+        `function` again. `steps` is the number of training steps in it. During any unit in flight,
+        at most `max_staleness` steps of other units run: the pool delays a unit that would exceed
+        this bound. Raises PeerLost after a ps or all workers have died.
         """
         future: Future[Done] = Future()
         with self._changed:
@@ -345,7 +345,7 @@ class WorkerPool:
 def is_of_the_network(error: tf.errors.OpError) -> bool:
     """Return whether an error may result from a worker's death, rather than from the work.
 
-    Only the death of a task cancels calls, such as its own calls to other tasks.
+    TensorFlow cancels a call only if a task dies, for example the task that made the call.
     """
     of_network = tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError
     if isinstance(error, of_network):
