@@ -344,7 +344,7 @@ def test_steps_end_with_the_weights_and_statistics_of_keras(strategies, make, re
         np.testing.assert_equal(fitted(strategy, True, **options), found)  # the bits
 
 
-def test_on_a_device_of_its_own_a_layer_gives_the_bits_of_one_device(strategies, kernels):
+def test_a_layer_on_its_own_device_gives_identical_bits(strategies, kernels):
     placed = PlacedStrategy("/CPU:0", {"batch_normalization": "CPU:1"})
     np.testing.assert_equal(fitted(placed, True), fitted(strategies[1], True))
     assert kernels

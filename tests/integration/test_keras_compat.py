@@ -245,7 +245,7 @@ def test_stock_sums_do_not_know_the_share(strategies):
 
 
 @shows("GradientTape.gradient")
-def test_stock_tapes_add_up_what_a_step_would_take_for_a_mean():
+def test_stock_tapes_sum_losses_instead_of_averaging():
     weight = tf.Variable(1.0)
     with tf.GradientTape() as tape:
         losses = weight * tf.ones([4])
@@ -253,7 +253,7 @@ def test_stock_tapes_add_up_what_a_step_would_take_for_a_mean():
 
 
 @shows("Layer.add_loss", "Layer._get_own_losses", "Layer._clear_losses")
-def test_stock_replicas_have_the_losses_of_a_layer_in_common(strategies):
+def test_stock_replicas_share_the_losses_of_a_layer(strategies):
     """The second replica calls the layer while the first one waits for it, before it reads."""
 
     class Adds(keras.layers.Layer):
@@ -307,7 +307,7 @@ def test_stock_replicas_make_metrics_of_compile_of_their_own(strategies):
 
 
 @shows("Metric.__getattribute__", "Sum.update_state")
-def test_stock_metrics_are_a_part_in_each_replica_and_count_its_numbers(strategies):
+def test_stock_metrics_are_separate_in_each_replica(strategies):
     with strategies[2].scope():
         total = keras.metrics.Sum()
 
@@ -502,7 +502,7 @@ def test_stock_constraints_go_by_way_of_the_worker(monkeypatch):
 
 
 @shows("Muon._apply_weight_decay")
-def test_stock_muon_writes_what_the_step_has_read(monkeypatch):
+def test_stock_muon_writes_values_read_by_the_step(monkeypatch):
     monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     results = []
     for traced in (False, True):
@@ -551,13 +551,13 @@ def accumulated(*, traced):
     "BaseOptimizer._backend_reset_gradient_accumulators",
     "TFOptimizer._backend_increment_gradient_accumulators",
 )
-def test_stock_sums_of_gradients_lose_what_others_add_meanwhile(monkeypatch):
+def test_stock_gradient_sums_lose_concurrent_additions(monkeypatch):
     monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     assert accumulated(traced=False) == (-1.0, 0.0, ["AssignVariableOp"])
     assert accumulated(traced=True) == (-1.0, 5.0, ["AssignAddVariableOp"])
 
 
-def test_a_sum_of_gradients_that_was_not_finite_begins_anew(monkeypatch):
+def test_a_non_finite_gradient_sum_starts_again(monkeypatch):
     """As clipping makes an update of it, and the run goes on."""
     monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     weight = keras.Variable([0.0, 0.0])
@@ -607,7 +607,7 @@ def test_a_fit_keeps_no_graph(strategies, replicas):
 
 
 @shows(f"{nn.__name__}._compute_moments_sync")
-def test_stock_synchronized_statistics_count_who_stands_in_for_an_empty_share(strategies):
+def test_stock_synchronized_statistics_count_padding_examples(strategies):
     def mean(*, traced):
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         with step_of(traced=traced, num_replicas=2, examples=1 - replica):
@@ -658,7 +658,7 @@ def test_stock_has_no_kernel_of_its_own(layer, shape, kinds):
 
 
 @shows("Dense.call")
-def test_stock_adds_the_bias_to_a_product_of_another_shape():
+def test_stock_adds_the_bias_to_a_reshaped_product():
     dense = tf.function(keras.layers.Dense(6), autograph=False)
     graph = dense.get_concrete_function(tf.ones([2, 3, 4])).graph
     (added,) = (one for one in graph.get_operations() if one.type == "BiasAdd")
@@ -681,7 +681,7 @@ def test_stock_adds_in_three_operations(name, shape):
 
 
 @shows("Variable.value")
-def test_stock_keeps_either_all_variables_to_a_step_or_none():
+def test_stock_keeps_all_variables_to_a_step_or_none():
     """Metrics stay with a worker's step while weights go to the ps: StatelessScope takes both."""
     metric, weight = keras.Variable(1.0), keras.Variable(1.0)
     with StatelessScope(state_mapping=[(metric, tf.constant(5.0))]) as scope:
@@ -693,7 +693,7 @@ def test_stock_keeps_either_all_variables_to_a_step_or_none():
 
 
 @shows("tensorflow.python.distribute.values._on_write_update_replica")
-def test_stock_writes_of_a_replica_cannot_stand_inside_a_condition(strategies):
+def test_stock_replica_writes_fail_inside_a_condition(strategies):
     with strategies[2].scope():
         variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
 
@@ -745,7 +745,7 @@ def by_addn(terms):
 
 
 @shows("tensorflow.python.ops.gen_math_ops.add_n")
-def test_stock_sums_begin_with_what_nothing_else_holds():
+def test_stock_sums_start_with_values_not_used_elsewhere():
     """By the time they are made, which goes by the threads; here by what the function returns."""
     assert sums(tf.function, by_addn) == sums(tf.function, sum) == [0.0, 1.0]
 
@@ -770,7 +770,7 @@ def gradient_of_a_pool(*, traced):
 
 
 @shows("tensorflow.python.ops.gen_nn_ops.max_pool_grad")
-def test_a_pool_is_computed_again_beside_its_gradient_in_a_function(monkeypatch):
+def test_a_pool_is_recomputed_beside_its_gradient(monkeypatch):
     """oneDNN's kernel for the gradient needs both in one graph, and a loop may part them."""
     monkeypatch.setattr(keras_compat.kernels, "_has_pool", lambda dtype: True)
     kinds = [node.op for node in gradient_of_a_pool(traced=False).node]
@@ -785,7 +785,7 @@ def test_a_pool_is_computed_again_beside_its_gradient_in_a_function(monkeypatch)
     assert gradient.input[1].startswith(f"{pool.name}:")
 
 
-def test_every_replacement_has_its_test_and_names_what_it_works_around():
+def test_every_replacement_has_a_test_and_an_issue():
     targets = [replacement.target for replacement in keras_compat.REPLACEMENTS]
     assert sorted(targets) == sorted(SHOWN)
     where = r"https://github\.com/(keras-team/keras|tensorflow/tensorflow)/(issues/\d+$|blob/v)"
@@ -877,7 +877,7 @@ def test_a_step_that_fails_leaves_stock_keras_behind():
     assert [generator.next().numpy().tolist() for _ in range(2)] == [[3, 0], [3, 1]]
 
 
-def test_keras_fit_goes_on_with_what_tfdist_trained(strategies):
+def test_keras_fit_continues_a_model_trained_by_tfdist(strategies):
     for strategy in (None, strategies[1]):
         model = make_model(strategy or tf.distribute.get_strategy(), lambda: keras.optimizers.SGD())
         tfdist.fit(model, X, Y, batch_size=4, verbose=0)
@@ -899,7 +899,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
-def test_a_variable_of_several_replicas_is_a_number_as_that_of_one(strategies, dtype):
+def test_a_variable_of_several_replicas_converts_to_a_number(strategies, dtype):
     def made(replicas):
         with strategies[replicas].scope():
             return keras.Variable(1.25, dtype=dtype, trainable=False)

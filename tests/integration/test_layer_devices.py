@@ -96,7 +96,7 @@ def assert_on_devices(model):
     assert len(slots) == 3 * len(model.trainable_variables)
 
 
-def test_forward_and_backward_passes_are_on_the_device_of_the_layer():
+def test_both_passes_run_on_the_device_of_the_layer():
     """All of the operations of a layer and its gradients, in the loop of a layer too; updates."""
     strategy = placed()
     model = words(strategy)
@@ -241,7 +241,7 @@ def test_each_device_computes_its_part_of_the_batch():
         assert products == {(n, back): {n + 1} for n in (0, 1) for back in (False, True)}
 
 
-def test_a_layer_that_needs_the_whole_batch_is_not_divided():
+def test_a_layer_that_needs_the_whole_batch_stays_undivided():
     class Adds(L.Dense):
         def call(self, x):
             self.add_loss(keras.ops.mean(x))

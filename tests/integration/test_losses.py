@@ -137,7 +137,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize("what", WARNED)
-def test_what_replicas_see_for_themselves_is_warned_of_once(strategies, warnings, what):
+def test_losses_that_depend_on_the_replicas_batch_warn_once(strategies, warnings, what):
     make, batch_size, expected = WARNED[what]
     for replicas in (1, 2):
         trained(strategies[replicas], make, X[:48], Y[:48], batch_size=batch_size, epochs=1)

@@ -78,7 +78,7 @@ def epochs_in(told):
     return [what["epoch"] for _, what in told if "epoch" in what]
 
 
-def test_a_hook_of_a_class_derived_from_a_trackers_sees_every_batch(board):
+def test_a_hook_in_a_derived_tracker_sees_every_batch(board):
     derived = type("Mine", (board,), {"on_train_batch_end": lambda self, batch, logs=None: None})
     derived.__module__ = "mine"
     wrapper = trackers.wrapped(derived())
@@ -121,9 +121,7 @@ def multiples_of_5(ends):
 
 
 @pytest.mark.parametrize("freq", ["epoch", 5])
-def test_tensorboard_shortens_no_block_and_has_each_step_after_a_kill(
-    strategies, tmp_path, blocks, freq
-):
+def test_tensorboard_has_each_step_once_after_a_kill(strategies, tmp_path, blocks, freq):
     training, validation = tmp_path / "logs" / "train", tmp_path / "logs" / "validation"
 
     def attempt(*more):
@@ -257,7 +255,7 @@ def logged_offline(directory):
 
 
 @pytest.mark.parametrize("freq", ["epoch", "batch", 5])
-def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_path, blocks, freq):
+def test_wandb_resumes_its_run_with_each_step_once(wandb, strategies, tmp_path, blocks, freq):
     begun = []
 
     def attempt(*more):
@@ -285,9 +283,7 @@ def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_pat
         assert steps == [last - 1 for last in multiples_of_5(ends)]
 
 
-def test_a_run_that_is_begun_again_before_a_checkpoint_logs_no_epoch_twice(
-    strategies, board, told, tmp_path
-):
+def test_a_restart_before_a_checkpoint_logs_no_epoch_twice(strategies, board, told, tmp_path):
     first = board()
     with pytest.raises(Killed):
         train(strategies[1], [first, KillAt(0), tfdist.BackupAndRestore(tmp_path)])
@@ -298,7 +294,7 @@ def test_a_run_that_is_begun_again_before_a_checkpoint_logs_no_epoch_twice(
 @pytest.mark.parametrize(
     "state", [[], *({"run": run, "package": "mlflow"} for run in ("../x", "http://h/", [], 1, ""))]
 )
-def test_a_run_of_no_id_in_a_checkpoint_is_not_gone_on_with(monkeypatch, state):
+def test_a_malformed_run_id_in_a_checkpoint_is_ignored(monkeypatch, state):
     resumed = []
     monkeypatch.setattr(trackers, "_resume", lambda *args: resumed.append(args))
     monkeypatch.setattr(trackers, "_logged_in_mlflow", lambda *args: {})
