@@ -90,7 +90,7 @@ UNDER = {
 
 
 @pytest.mark.parametrize("strategy", UNDER, ids=lambda words: words[0])
-def test_runs_of_different_lengths_end_with_two_tasks_and_their_counts(strategy, tmp_path):
+def test_runs_of_different_lengths_end_with_both_counts(strategy, tmp_path):
     words = ("--strategy", *strategy, "--workers=2", str(PROGRAMS / "uneven.py"), str(tmp_path))
     launch(tmp_path / "run", *words, *UNDER[strategy], timeout_s=200)
     found = [json.loads((tmp_path / f"uneven-{i}.json").read_text()) for i in range(2)]

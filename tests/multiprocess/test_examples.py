@@ -25,7 +25,7 @@ EPOCH_STEPS = 24
 DEADLINE_S = 240
 
 
-def test_every_command_of_the_first_tutorial_does_what_it_says(tmp_path, monkeypatch):
+def test_every_command_of_the_first_tutorial_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     commands = [
