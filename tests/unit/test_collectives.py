@@ -159,7 +159,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize(("where", "code"), ALONE)
-def test_a_value_that_cannot_be_sent_is_refused_in_one_process_too(where, code):
+def test_an_unsendable_value_is_refused_in_one_process(where, code):
     error = refusal(ALONE[where, code])
     assert (error.where, error.code) == (where, code)
 
@@ -196,7 +196,7 @@ def test_the_chief_runs_a_block_first(monkeypatch):
     assert ran == [0, 1]
 
 
-def test_a_block_that_fails_in_the_chief_runs_nowhere_else(monkeypatch):
+def test_a_failing_chief_block_runs_nowhere_else(monkeypatch):
     monkeypatch.setattr(collectives, "_own_job", lambda name: types.SimpleNamespace(is_chief=True))
     with pytest.raises(OSError, match="no network"), tfdist.chief_first():
         raise OSError("no network")

@@ -34,7 +34,7 @@ def test_errors_of_a_lost_peer(cause):
     assert is_lost_peer(cause) is (cause in LOST)
 
 
-def test_the_state_of_a_process_is_read_behind_its_name():
+def test_the_process_state_is_read_after_the_name():
     program = "import os; open('/proc/self/comm', 'w').write('x) Z (1 2'); os.write(1, b'.');"
     command = [sys.executable, "-c", program + "import signal; signal.pause()"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

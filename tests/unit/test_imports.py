@@ -28,7 +28,7 @@ assert not loaded, loaded
 """
 
 
-def test_a_job_that_is_not_ps_loads_none_of_its_modules():
+def test_other_jobs_load_no_ps_modules():
     done = forked_python.run(
         "-c", OF_ANOTHER_JOB, timeout=120, env={**os.environ, **forked_python.ENVIRON}
     )

@@ -19,7 +19,7 @@ from tfdist.launch.options import (
 from tfdist.options import LaunchFlags, names_of
 
 
-def test_flags_are_read_with_a_space_an_equals_sign_and_dashes():
+def test_flags_accept_spaces_equals_signs_and_dashes():
     options = parse(
         ["--strategy", "ps", "--workers=4", "--ps", "2", "--startup-timeout-s=30", "--dry-run"]
     )

@@ -71,7 +71,7 @@ HISTORY = [
 ]
 
 
-def test_the_status_tells_phase_step_rate_and_memory_while_a_task_runs(tmp_path):
+def test_the_status_shows_phase_step_rate_and_memory(tmp_path):
     (task,) = observed(tmp_path / "running", HISTORY[:-1])["tasks"]
     assert (task["phase"], task["step"], task["steps_per_s"]) == ("step", 30, 20.0)
     assert task["memory_bytes"] > 1_000_000
@@ -81,7 +81,7 @@ def test_the_status_tells_phase_step_rate_and_memory_while_a_task_runs(tmp_path)
     assert elsewhere["peak_memory_bytes"] is None
 
 
-def test_what_a_task_says_at_a_heartbeat_is_what_it_did_since_the_one_before(tmp_path):
+def test_a_heartbeat_reports_the_time_since_the_last_one(tmp_path):
     live = observed(tmp_path, HISTORY)
     (tmp_path / "report.json").write_text('{"exit_code": null, "attempts": []}')
     (tmp_path / "live.json").write_text(json.dumps({**live, "state": "running"}))
@@ -169,7 +169,7 @@ def shown(run_dir):
     return console.file.getvalue()
 
 
-def test_the_table_has_each_task_and_of_a_job_that_is_over_the_last_of_its_metrics(tmp_path):
+def test_the_table_shows_each_task_and_last_metrics(tmp_path):
     (tmp_path / "live.json").write_text(json.dumps({**STATUS, "step": 25}))
     line = {"step": 100, "loss": 2.5, "val_loss": None, "examples_per_second": None}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -180,7 +180,7 @@ def test_the_table_has_each_task_and_of_a_job_that_is_over_the_last_of_its_metri
     assert "last epoch: loss 2.5  val_loss not finite\n" in text
 
 
-def test_a_job_of_a_killed_launcher_is_not_shown_as_running(tmp_path):
+def test_a_job_of_a_killed_launcher_is_not_running(tmp_path):
     task = {**STATUS["tasks"][0], "state": "running", "phase": "step"}
     status = {**STATUS, "state": "running", "tasks": [task]}
     (tmp_path / "live.json").write_text(json.dumps(status))

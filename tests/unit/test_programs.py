@@ -42,7 +42,7 @@ def test_every_program_tells_its_flags(name):
     assert len(done.stdout.splitlines()) > 4
 
 
-def test_a_users_file_with_the_name_of_a_module_of_python_is_not_imported(tmp_path):
+def test_user_files_named_like_python_modules_are_not_imported(tmp_path):
     for module in ("secrets", "random", "logging", "difflib", "pathlib"):
         (tmp_path / f"{module}.py").write_text("raise SystemExit('a file of the user')")
     for name in ("launch", "tune", "report"):
@@ -50,7 +50,7 @@ def test_a_users_file_with_the_name_of_a_module_of_python_is_not_imported(tmp_pa
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_names_no_program_is_the_launchers(tmp_path, monkeypatch, capsys):
+def test_unknown_program_names_belong_to_the_launcher(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text("print('here')")
     (tmp_path / "trains").write_text("print('here')")
@@ -93,7 +93,7 @@ def test_a_training_refuses_flags_and_variables_without_tensorflow(flags, variab
 # tfdist env and tfdist demo
 
 
-def test_the_report_has_versions_the_machine_and_the_variables_that_matter():
+def test_the_report_has_versions_machine_and_relevant_variables():
     told = dict(env.report({"TF_CONFIG": '{"task": {}}', "TFDIST_PS": "", "HOME": "/home/me"}))
     assert told["tfdist"] == tfdist.__version__
     assert {"python", "tensorflow", "keras", "numpy", "protobuf", "system"} <= set(told)
@@ -133,7 +133,7 @@ def test_the_shape_of_the_demo_may_be_given(flags, shape):
     assert job.program.target == "tfdist.train"
 
 
-def test_the_demo_without_its_data_says_what_to_install(monkeypatch, capsys):
+def test_the_demo_without_data_names_the_missing_package(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert demo.main([]) == 2
     assert "pip install 'tfdist[digits]'" in capsys.readouterr().err
@@ -192,7 +192,7 @@ for extra, program, words in (
 """
 
 
-def test_tfdist_works_without_the_extras_and_names_the_missing_one(tmp_path):
+def test_tfdist_works_without_extras_and_names_missing_ones(tmp_path):
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     (tmp_path / "program.py").write_text(WITHOUT_EXTRAS)
     done = python(tmp_path / "program.py", cwd=tmp_path, env={**environ, "PYTHONPATH": os.getcwd()})

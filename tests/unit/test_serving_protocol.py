@@ -44,7 +44,7 @@ def test_frames_come_whole_out_of_a_stream_cut_anywhere(frames, cut):
         ("POST", "/v1/models/m/versions/99999999999999999999:predict", None),
     ],
 )
-def test_an_address_names_model_version_and_method_or_is_refused(method, path, found):
+def test_an_address_is_parsed_or_refused(method, path, found):
     if found:
         assert protocol.parse_path(method, path) == found
         return

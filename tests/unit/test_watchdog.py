@@ -234,7 +234,7 @@ def test_the_launcher_sleeps_where_there_is_nothing_to_watch(history):
     assert job.watchdog.find_hang(job.now_s + 1000) is None
 
 
-def test_what_a_task_said_before_it_was_started_again_does_not_count():
+def test_heartbeats_of_an_earlier_start_are_ignored():
     job = Job("1")
     job.now_s += 10
     job.watchdog.started(*job.tasks, at_s=job.now_s + 0.5)
