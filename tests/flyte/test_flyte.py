@@ -27,7 +27,7 @@ def flow():
     return runpy.run_path(str(WORKFLOW))
 
 
-def test_the_task_runs_on_interruptible_instances_and_is_tried_again(flow):
+def test_the_task_runs_on_interruptible_instances_with_retries(flow):
     metadata = flow["train"].metadata
     assert (metadata.interruptible, metadata.retries) == (True, 3)
     assert flow["train"].container_image == "registry.example.org/tfdist:1.0"
