@@ -67,7 +67,7 @@ def test_single_images_and_slices_equal_the_batch_exactly(transform):
         assert np.array_equal(in_graph(IMAGES[cut], IDS[cut], EPOCHS[cut]), whole[cut])
 
 
-def test_draws_and_pixels_are_those_of_every_version():
+def test_draws_and_pixels_do_not_change_between_versions():
     """A checkpoint resumes with the augmentation it was written with."""
     draws = draws_for("RandomCrop", example_ids=np.arange(6), epoch=2, seed=5, position=1)
     assert draws.below(1000, index=0).numpy().tolist() == [120, 997, 354, 661, 166, 781]
@@ -109,7 +109,7 @@ def test_normalisation_joins_to_one_product_and_sum():
     np.testing.assert_allclose(found, (images - images.mean()) / images.std(), rtol=1e-4, atol=1e-5)
 
 
-def test_scaling_is_that_of_the_layers_of_keras():
+def test_scaling_equals_the_layers_of_keras():
     adapted = keras.layers.Normalization()
     adapted.adapt(IMAGES.astype(np.float32))
     given = {"mean": [1.0, 2.0, 3.0], "variance": [4.0, 5.0, 6.0]}
@@ -205,7 +205,7 @@ def test_evaluation_skips_random_transforms():
         ),
     ],
 )
-def test_mistakes_are_told(act, where, code):
+def test_invalid_transforms_are_refused(act, where, code):
     assert refused(act) == (where, code)
 
 

@@ -51,7 +51,7 @@ def of_pixels(strategy):
     return sequential(strategy, layer, inputs=(4, 1), loss="sparse_categorical_crossentropy")
 
 
-def test_a_setting_of_another_strategy_is_told(strategies, caplog):
+def test_a_setting_of_another_strategy_warns(strategies, caplog):
     """A script keeps its settings under every strategy."""
     settings = tfdist.Run(max_staleness=3, sharded_optimizer=True)
     fit(linear(strategies[1]), X, Y, callbacks=[settings])
@@ -93,7 +93,7 @@ def test_numpy_integers_are_numbers(strategies, tmp_path):
         assert fit(linear(strategies[1]), X, Y, **options).epoch == [0, 1]
 
 
-def test_no_epochs_is_a_run_of_nothing(strategies):
+def test_zero_epochs_leave_the_model_unchanged(strategies):
     model = linear(strategies[2])
     before = model.get_weights()
     assert fit(model, X, Y, epochs=0).history == {}
@@ -648,7 +648,7 @@ ask(elastic=True, min_workers=1, communication_options=options)
 
 
 @pytest.mark.parametrize(("value", "lines"), [("1", 1), ("0", 0)])
-def test_make_strategy_says_that_tf_keras_is_keras_2(value, lines):
+def test_make_strategy_warns_of_keras_2_as_tf_keras(value, lines):
     program = "ask(strategy='single')\nask(strategy='single')"
     said, errors = said_by(program, TF_USE_LEGACY_KERAS=value)
     assert said == ["made", "made"]

@@ -138,7 +138,7 @@ class WithoutCall(keras.Model):
         (WithoutCall, (1, 2)),
     ],
 )
-def test_predictions_by_a_step_of_ones_own(strategies, make, replicas):
+def test_predictions_by_a_custom_step_equal_one_device(strategies, make, replicas):
     theirs, *found = predictions(strategies, make, X, replicas=replicas, batch_size=6)
     for ours in found:
         assert set(ours) == set(theirs)

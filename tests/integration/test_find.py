@@ -86,7 +86,7 @@ def test_losses_equal_a_training_on_any_number_of_replicas(strategies):
     np.testing.assert_allclose(losses, means, rtol=1e-4)
 
 
-def test_a_schedule_is_there_again(strategy):
+def test_finding_a_rate_restores_the_schedule(strategy):
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
     model = make(strategy, rate=schedule)
     tfdist.find_learning_rate(model, X, Y, 16, steps=10)
@@ -176,7 +176,7 @@ def losses_of_a_usual_test() -> list[float]:
     ]
 
 
-def test_the_suggestion_is_where_the_loss_falls_fastest(tmp_path):
+def test_the_suggested_rate_has_the_steepest_loss(tmp_path):
     assert smoothed([3.0] * 5, smoothing=0.9) == pytest.approx([3.0] * 5)
     found = read(RATES, losses_of_a_usual_test(), smoothing=0.0)
     assert found.steepest == pytest.approx(1e-3, rel=0.3)
@@ -193,7 +193,7 @@ def test_suggested_rates_are_at_most_a_tenth_of_best():
     assert read(RATES, losses, smoothing=0.0).suggestion == pytest.approx(RATES[43] / 10)
 
 
-def test_a_loss_that_never_falls_suggests_nothing():
+def test_a_loss_that_never_falls_has_no_suggestion():
     found = read(RATES, [1.0 + n for n in range(61)], smoothing=0.0)
     assert (found.suggestion, found.steepest) == (None, None)
     assert "never fell" in str(found)

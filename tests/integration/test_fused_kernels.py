@@ -121,7 +121,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("what", FUSED)
-def test_outputs_gradients_and_statistics_are_those_of_keras(what):
+def test_outputs_gradients_and_statistics_equal_keras(what):
     make, shape, kernels = FUSED[what]
     data = IMAGES if kernels == BATCH_NORM else PADDED if kernels == ATTENTION else WORDS
     x = np.resize(data, shape or IMAGES.shape)
@@ -173,7 +173,7 @@ KERAS_WAY = {
 
 
 @pytest.mark.parametrize("what", KERAS_WAY)
-def test_all_else_goes_keras_way(what):
+def test_other_layers_use_the_code_of_keras(what):
     make, x, *given = KERAS_WAY[what]
     options = given[0] if given else {}
     expected, stock = computed(make(), x, fused=False, **options)
@@ -202,7 +202,7 @@ def graph_of(layer, spec):
     return tf.function(step, autograph=False).get_concrete_function(spec).graph.get_operations()
 
 
-def test_lengths_that_are_not_known_go_keras_way():
+def test_unknown_lengths_use_the_code_of_keras():
     for shape, fused in (([None, 7], True), ([None, None], False), ([None, 3, None], False)):
         kinds = {o.type for o in graph_of(GELU(), tf.TensorSpec(shape, tf.float32))}
         assert (kinds >= XLA) == fused

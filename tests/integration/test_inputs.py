@@ -265,7 +265,7 @@ def test_steps_of_an_epoch_continue_across_passes(strategies):
     assert difference(steps, passes) < 1e-6
 
 
-def test_shuffling_batches_shuffles_examples_and_those_of_python_alike(strategies):
+def test_shuffling_batches_shuffles_arrays_and_python_examples_alike(strategies):
     examples, _ = train(strategies[1], X, Y, batch_size=8, epochs=2)
     batches, _ = train(strategies[1], X, Y, batch_size=8, epochs=2, shuffle="batch")
     assert difference(batches, examples) == 0
@@ -282,7 +282,7 @@ def test_overfitting_sees_the_first_batches_only(kind, strategies):
     assert difference(few, other) < 1e-6
 
 
-def test_virtual_epochs_do_not_cut_batches_that_come_ready(strategies):
+def test_virtual_epochs_do_not_cut_ready_batches(strategies):
     thirty = tfdist.VirtualEpochs(30, 2)
     told = refusal(lambda: train(strategies[1], dataset(), virtual_epochs=thirty))
     assert told.code == "cut-batches"

@@ -144,13 +144,13 @@ def with_batches(strategies, tmp_path_factory):
     return Run(*models, path, calls, [])
 
 
-def test_history_is_that_of_keras(strategies, without_batches):
+def test_history_equals_keras(strategies, without_batches):
     for ours, theirs in (both(strategies[1], lambda _: []), without_batches[:2]):
         assert_same_history(ours.history, theirs.history)
         assert ours.history.params == theirs.history.params
 
 
-def test_a_second_fit_goes_on_from_the_first(strategies):
+def test_a_second_fit_continues_the_first(strategies):
     ours, theirs = make_model(strategies[2]), make_model()
     for epochs, initial in ((2, 0), (3, 2)):
         options = OPTIONS | {"epochs": epochs, "initial_epoch": initial}
@@ -160,7 +160,7 @@ def test_a_second_fit_goes_on_from_the_first(strategies):
     assert one.epoch == [2]
 
 
-def test_validation_freq_is_that_of_keras(strategies):
+def test_validation_freq_equals_keras(strategies):
     for freq in (2, [1, 3]):
         ours, theirs = both(strategies[1], lambda _: [], validation_freq=freq, validation_steps=1)
         assert_same_history(ours.history, theirs.history)
@@ -361,7 +361,7 @@ def test_a_batch_hook_in_a_subclass_sees_every_batch(strategies, tmp_path, base)
     assert seen == list(range(STEPS))
 
 
-def test_training_stops_where_a_batch_hook_asks(strategies):
+def test_a_batch_hook_can_stop_the_training(strategies):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if self.model.optimizer.iterations.numpy() == STEPS + 2:
@@ -396,7 +396,7 @@ class StopAndLook(StopAsItBegins):
 @pytest.mark.parametrize(
     ("stop", "batches"), [(StopInTheSecondBatch, 2), (StopAsItBegins, 1), (StopAndLook, 1)]
 )
-def test_evaluation_and_prediction_stop_where_a_hook_asks(strategies, stop, batches):
+def test_a_hook_can_stop_evaluation_and_prediction(strategies, stop, batches):
     model, examples = make_model(strategies[2]), batches * BATCH_SIZE
     options = {"batch_size": BATCH_SIZE, "verbose": 0, "callbacks": [stop()]}
     exact = tfdist.evaluate(model, X[:examples], Y[:examples], verbose=0)

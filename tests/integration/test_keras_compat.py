@@ -328,7 +328,7 @@ def test_stock_clips_before_it_reduces(strategies):
 
 
 @shows("LossScaleOptimizer.apply", "LossScaleOptimizer._tf_apply")
-def test_stock_loss_scaling_looks_at_the_first_replica_alone(strategies):
+def test_stock_loss_scaling_checks_only_the_first_replica(strategies):
     def scaled():
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))
 
@@ -487,7 +487,7 @@ def test_stock_optimizers_have_one_count(method, monkeypatch):
 
 
 @shows("Variable.constraint")
-def test_stock_constraints_go_by_way_of_the_worker(monkeypatch):
+def test_stock_constraints_run_on_the_worker(monkeypatch):
     monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     for traced, device in ((False, ""), (True, "CPU:1")):
         with tf.device("/CPU:1"):
@@ -651,7 +651,7 @@ def test_stock_statistics_drift_apart(strategies):
     ],
     ids=["batches", "layers", "gelu", "product", "attention"],
 )
-def test_stock_has_no_kernel_of_its_own(layer, shape, kinds):
+def test_stock_layers_have_no_fused_kernel(layer, shape, kinds):
     found = kinds_of(layer, tf.ones(shape))
     assert kinds <= set(found)
     assert not any(kind.startswith("FusedBatchNorm") for kind in found)
@@ -706,7 +706,7 @@ def test_stock_replica_writes_fail_inside_a_condition(strategies):
 
 
 @shows("StrategyExtendedV1._use_merge_call")
-def test_stock_updates_go_through_merge_call(strategies):
+def test_stock_updates_use_merge_call(strategies):
     assert strategies[2].extended._use_merge_call()
     ps = parameter_server_strategy_v2.ParameterServerStrategyV2Extended
     assert ps._use_merge_call(object.__new__(ps))
@@ -751,7 +751,7 @@ def test_stock_sums_start_with_values_not_used_elsewhere():
 
 
 @pytest.mark.parametrize(("add", "total"), [(tf.add_n, 1.0), (sum, 0.0)], ids=["add_n", "sum"])
-def test_a_sum_of_several_goes_by_their_order(add, total):
+def test_a_sum_follows_the_order_of_its_terms(add, total):
     """As Python adds, and of add_n from the last to the first."""
     assert sums(keras_compat.compiled, add) == [total, total]
 
@@ -858,7 +858,7 @@ def test_outside_a_step_stock_keras_computes_the_same_bits(strategies):
     assert namespace["reference"](strategies[2]) == json.loads(ran.stdout)
 
 
-def test_a_step_changes_nothing_for_other_threads():
+def test_a_step_does_not_affect_other_threads():
     generator = keras.random.SeedGenerator(3)
     seen = []
     with keras_compat.tracing(trace()):

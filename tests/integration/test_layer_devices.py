@@ -77,7 +77,7 @@ def device_of(variable):
     return int(variable.value.device.rpartition(":")[2])
 
 
-def test_bits_and_logs_are_those_of_one_device(strategies):
+def test_bits_and_logs_equal_one_device(strategies):
     alone, model = words(strategies[1]), words(placed())
     assert fitted(alone) == fitted(model)
     assert bits(alone) == bits(model)
@@ -131,7 +131,7 @@ def test_both_passes_run_on_the_device_of_the_layer():
         assert found[True, name] == {device}, name
 
 
-def test_a_run_goes_on_with_and_without_a_placement(strategies, tmp_path):
+def test_a_run_resumes_with_and_without_a_placement(strategies, tmp_path):
     """Of one with a step of its own, whose loss is scaled."""
     one, several = strategies[1], placed(["embed"])
     whole = own_steps(one)

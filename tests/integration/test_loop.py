@@ -91,7 +91,7 @@ def test_a_block_continues_unless_a_callback_needs_its_end(engine):
 
 
 @pytest.mark.parametrize("how", ["signal", "callback"])
-def test_nothing_is_under_way_when_a_training_is_stopped(engine, monkeypatch, how):
+def test_no_step_is_pending_when_a_training_is_stopped(engine, monkeypatch, how):
     asked = [0.0] * len(SIGNALS)
     monkeypatch.setattr(StopRequests, "slots", lambda requests: asked)
 

@@ -186,7 +186,7 @@ def ours_beside_keras(path):
     ]
 
 
-def test_callbacks_of_tfdist_are_refused_where_keras_trains(make, tmp_path):
+def test_callbacks_of_tfdist_are_refused_if_keras_trains(make, tmp_path):
     outside = compiled()
     for callback in ours_beside_keras(tmp_path):
         error = refusal(lambda c=callback: outside.fit(X, Y, verbose=0, callbacks=[c]))

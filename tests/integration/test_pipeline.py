@@ -156,7 +156,7 @@ def test_stages_have_the_gradients_and_statistics_of_the_model(step_of, name, nu
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_is_kept_a_step_is_the_same(step_of, name, way):
+def test_stored_activations_do_not_change_a_step(step_of, name, way):
     number, options = WAYS[way]
     found, expected = trained(MODELS[name][0], CUTS[name][number], **options), step_of(name, number)
     assert_same(found, expected, bits="schedule" in options)
@@ -636,14 +636,14 @@ def skipping():
         (model_with, 9, "can be cut at 3 places. Fix: use fewer"),
     ],
 )
-def test_a_refusal_says_why_there_are_few_places(make, stages, says):
+def test_a_refusal_gives_the_reason_for_few_places(make, stages, says):
     line = refusal(lambda: possible_places(LayerGraph(make()), num_stages=stages))
     assert line.code == "too-many-stages"
     assert says in str(line)
 
 
 @pytest.mark.parametrize("behind", ["attention", "sum"])
-def test_a_mask_that_keras_loses_masks_nothing(behind):
+def test_a_mask_lost_by_keras_has_no_effect(behind):
     x = keras.Input((3,), dtype="int32")
     embedded = L.Embedding(9, 4, mask_zero=True)(x)
     attended = L.MultiHeadAttention(1, 4, name="attention")(embedded, embedded)
@@ -659,7 +659,7 @@ def test_a_mask_that_keras_loses_masks_nothing(behind):
     assert masks[-1].numpy().all()
 
 
-def test_a_cut_is_that_of_one_model():
+def test_different_models_have_different_cuts():
     def graph_of(units, trainable=True):
         layers = [keras.Input((4,)), L.Dense(units), L.Dense(3, trainable=trainable)]
         return LayerGraph(keras.Sequential(layers)).digest

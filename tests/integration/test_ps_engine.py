@@ -340,7 +340,7 @@ def test_a_ps_that_dies_during_a_read_is_named(error, raised, gone):
 
 
 @pytest.mark.parametrize("act", ["fit", "evaluate", "predict", "StepLoop", "run", "results"])
-def test_whatever_reads_a_ps_that_has_died_names_it(act, monkeypatch, gone):
+def test_every_read_of_a_lost_ps_names_it(act, monkeypatch, gone):
     def lost(*args, **kwargs):
         raise unavailable()
 

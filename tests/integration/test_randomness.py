@@ -151,7 +151,7 @@ def assert_uncorrelated(samples):
     assert np.abs(correlations).max() < 5 / np.sqrt(samples.shape[1])
 
 
-def test_dropout_and_noise_are_as_told_and_independent(strategies):
+def test_dropout_and_noise_have_their_rates_and_are_independent(strategies):
     rates, x = (0.1, 0.5, 0.8), np.ones((12, 5000), "float32")
 
     def layers():

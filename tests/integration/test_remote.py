@@ -210,7 +210,7 @@ def test_models_are_written_to_and_read_from_a_bucket(strategies, machine, monke
     keras.models.load_model(warning.rpartition("the model is in ")[2])
 
 
-def test_a_url_that_cannot_be_read_is_one_line(strategies, monkeypatch):
+def test_an_unreadable_url_is_a_one_line_error(strategies, monkeypatch):
     model = make(strategies)
     load = tfdist.load_weights
     assert refused(lambda: load(model, URL)) == (f"checkpoints in {URL}", "no-checkpoint")

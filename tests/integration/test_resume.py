@@ -175,7 +175,7 @@ def test_draws_after_fit_do_not_depend_on_a_resume(strategies, tmp_path, start):
         assert random.random() == expected
 
 
-def test_a_run_of_an_earlier_version_goes_on(strategies, tmp_path):
+def test_a_run_of_an_earlier_version_resumes(strategies, tmp_path):
     """With the state of its callbacks; the files are from before their modules were joined."""
     shutil.copytree(EARLIER, tmp_path / "run")
     x = np.arange(48, dtype="float32").reshape(12, 4) / 48
@@ -521,7 +521,7 @@ def test_weights_load_from_every_file_and_keep_the_optimizer(strategies, tmp_pat
     np.testing.assert_array_equal(some.layers[0].mean, [[0, 0, 0]])
 
 
-def test_weights_of_another_shape_are_skipped_if_asked(strategies, tmp_path, caplog):
+def test_skip_mismatch_skips_weights_of_another_shape(strategies, tmp_path, caplog):
     def build(units):
         with strategies[1].scope():
             layers = [keras.layers.Dense(3, name="same"), keras.layers.Dense(units, name="head")]

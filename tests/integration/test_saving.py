@@ -87,7 +87,7 @@ class Listing(keras.callbacks.Callback):
         self.seen = saved["seen"]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(strategies, tmp_path, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_written(strategies, tmp_path, monkeypatch):
     """And the state of a callback is that of the moment of the save, though it is appended to."""
     go_on, waited = slow_writer(monkeypatch, step=4)
     threads = set(threading.enumerate())
@@ -121,7 +121,9 @@ def fail_at(monkeypatch, step):
 
 
 @pytest.mark.parametrize("step", [8, 20], ids=["before the next save", "at the end"])
-def test_a_full_disk_ends_the_training_and_loses_nothing(strategies, tmp_path, monkeypatch, step):
+def test_a_full_disk_ends_the_training_without_losing_checkpoints(
+    strategies, tmp_path, monkeypatch, step
+):
     whole = make(strategies[1])
     fit(whole, tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -349,7 +351,7 @@ def worker(*, is_chief):
     )
 
 
-def test_text_of_several_tasks_comes_together(monkeypatch):
+def test_texts_of_several_tasks_are_gathered(monkeypatch):
     meeting, given = threading.Barrier(2, timeout=30), {}
 
     def total(job, mine, of):
@@ -369,7 +371,7 @@ def test_text_of_several_tasks_comes_together(monkeypatch):
             assert found.tolist() == [[b"abc", b""], [b"b\0\0", b"\xc4"]]
 
 
-def test_a_state_that_json_cannot_say_names_its_callback(strategies, tmp_path):
+def test_a_state_that_is_not_json_names_its_callback(strategies, tmp_path):
     listing = Listing()
     listing.seen = [{1}]
     told = refusal(lambda: fit(make(strategies[1]), tmp_path, listing))

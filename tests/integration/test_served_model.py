@@ -214,7 +214,7 @@ def test_metadata(served):
     assert "serving_default" in signatures.signature_def
 
 
-def test_messages_of_the_front_are_those_of_the_stubs():
+def test_messages_of_the_front_equal_the_stubs():
     metadata_request = get_model_metadata_pb2.GetModelMetadataRequest()
     for request in (grpc_request(x=np.ones(1000)), metadata_request):
         request.model_spec.name, request.model_spec.version.value = "m", 3

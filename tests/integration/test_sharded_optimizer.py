@@ -35,7 +35,7 @@ def scaled(kind):
     return lambda: optimizers.LossScaleOptimizer(kind())
 
 
-def test_one_worker_has_nothing_to_divide():
+def test_sharding_does_not_change_a_single_worker():
     weights = []
     for sharded in (False, True):
         model = zoo.dense("adam")

@@ -116,7 +116,7 @@ def test_examples_of_no_fixed_shape_are_refused(data_dir):
     assert told.code == "shapes-differ"
 
 
-def test_an_unknown_dataset_or_split_is_one_line(data_dir):
+def test_unknown_datasets_and_splits_are_a_one_line_error(data_dir):
     told = refusal(lambda: tfds.from_tfds("tfdist_digit", "train", data_dir=data_dir))
     assert "did you mean 'tfdist_digits'" in told.problem
     with pytest.raises(TfdistError, match=r"^dataset tfdist_digits: .*tran.*train.*test") as raised:

@@ -140,7 +140,7 @@ def test_a_path_is_taken_as_it_is(tmp_path):
     assert refusal(lambda: TFRecordSource([], parse)).code == "unreadable"
 
 
-def test_a_cache_that_cannot_be_made_is_one_line(files):
+def test_an_impossible_cache_directory_is_a_one_line_error(files):
     cache = files / "part-0.tfrecord" / "cache"
     with pytest.raises(TfdistError, match=f"index of .* in {cache}: Not a directory"):
         TFRecordSource(files / "part-1.tfrecord", parse, cache_dir=cache)

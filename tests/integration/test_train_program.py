@@ -50,7 +50,7 @@ def finished(tmp_path_factory):
     return run_dir
 
 
-def test_the_run_directory_is_that_of_the_design(finished):
+def test_the_run_directory_has_its_documented_files(finished):
     names = {"config.json", "metrics.jsonl", "summary.json"}
     assert names | {"tensorboard", "checkpoints"} <= set(os.listdir(finished))
     config = json.loads((finished / "config.json").read_text())

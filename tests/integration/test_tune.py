@@ -256,7 +256,7 @@ def test_parallel_trials_draw_the_same_set_of_values(tuner, tmp_path):
         assert three == one
 
 
-def test_results_that_cannot_be_written_are_one_line(tmp_path):
+def test_unwritable_results_are_a_one_line_error(tmp_path):
     (tmp_path / "keras_tuner").touch()
     with pytest.raises(TfdistError, match="/keras_tuner: File exists"):
         search_of("random", space_of(tmp_path, SPACE), tmp_path, [])
@@ -273,7 +273,7 @@ def test_hyperband_continues_the_run_of_an_earlier_trial(tmp_path):
     assert {t.until for t in trials.values()} == {1, 3, None}
 
 
-def test_more_trials_can_be_asked_for_later(tmp_path):
+def test_a_sweep_can_be_extended_with_more_trials(tmp_path):
     five = world_of("random", tmp_path / "sweep", max_trials=5)
     five.run()
     book = Journal(five.path / "journal.jsonl", time_of_day=lambda: 1.0)
