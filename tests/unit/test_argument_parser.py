@@ -27,7 +27,7 @@ def test_dashes_equal_underscores_and_the_last_flag_counts():
     assert (found.run_dir, found.files) == ("s", ["a.json", "--no-flag"])
 
 
-def test_flags_of_a_configuration_may_come_twice():
+def test_flags_of_a_configuration_may_be_repeated():
     words = ["--config=c.py", "--config.seed=1", "--config.seed=2"]
     assert tune(words).config_flags == ("--config.seed=1", "--config.seed=2")
 
@@ -72,7 +72,7 @@ def test_a_broken_pipe_of_another_output_is_raised():
 # What is refused
 
 
-def test_a_port_at_which_nothing_can_listen_is_refused():
+def test_a_port_that_cannot_be_bound_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for port in (taken.getsockname()[1], 65_536):
             found = refused(lambda port=port: listen(port, flag="--port"))

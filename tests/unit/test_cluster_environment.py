@@ -85,7 +85,7 @@ def test_ports_follow_from_the_number_of_a_job():
         ("kubernetes_indexed_job", "80-80", tuple(f"{POD}-{i}.headless-svc:80" for i in range(3))),
     ],
 )
-def test_one_variable_says_which_ports_a_job_may_have(name, ports, workers):
+def test_one_variable_sets_the_ports_of_a_job(name, ports, workers):
     assert read(recorded(name, TFDIST_PORTS=ports)[0]).cluster.worker == workers
 
 

@@ -134,7 +134,7 @@ def test_a_text_of_any_length_arrives(tasks, length):
     ],
     ids=["shapes", "types", "operations", "roots", "broadcasters", "calls"],
 )
-def test_tasks_with_different_calls_are_told_both(tasks, call):
+def test_tasks_with_different_calls_get_both_calls(tasks, call):
     def failing(rank):
         with pytest.raises((UsageError, ConnectionError)) as raised:
             call(rank)

@@ -91,7 +91,7 @@ def test_a_counter_explains_as_many_deaths_as_it_rose(tmp_path, write, groups, f
     assert evidence.of_kill(999) == ""
 
 
-def test_nothing_readable_is_no_evidence():
+def test_unreadable_evidence_gives_no_cause():
     evidence = KillEvidence()
     evidence.started(os.getpid())
     assert evidence.of_kill(os.getpid()) == ""

@@ -143,7 +143,7 @@ def test_every_dependency_has_its_reason():
     assert [name for name in names if name not in text] == []
 
 
-def test_every_test_that_holds_a_promise_is_there():
+def test_every_test_file_of_the_evidence_page_exists():
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     named = re.findall(r"\btest_\w+\.py", (DOCS / "evidence.md").read_text())
     assert len(named) > 30

@@ -241,7 +241,7 @@ def test_a_broken_connection_between_hosts_is_the_next_view(undisturbed):
     assert job.views >= 2
 
 
-def test_strangers_on_the_network_are_no_members():
+def test_unauthenticated_connections_do_not_become_members():
     """They are silent, say in the clear that they are worker-1, or have an own certificate."""
     hello, held = struct.pack("<II", 1, 1), hold_ports(2)
     addresses = {member: port.address for member, port in enumerate(held)}
@@ -359,7 +359,7 @@ def test_a_joining_task_gets_values_unchanged_by_the_program(monkeypatch):
         np.testing.assert_array_equal(summed, expected)
 
 
-def test_members_go_on_while_a_task_reads_no_lesson():
+def test_members_continue_if_a_joining_task_reads_slowly():
     with only_member() as (launcher, mesh):
         value = np.arange(1_000_000.0)  # more than a socket's buffer
         mesh.sum(value, of="values")

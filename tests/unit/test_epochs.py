@@ -35,7 +35,7 @@ def plans(draw):
 
 
 @given(virtual_epochs(), BATCHES)
-def test_virtual_epochs_are_of_equal_size_whatever_the_batch(epochs, batch):
+def test_virtual_epochs_have_equal_size_for_any_batch(epochs, batch):
     boundaries = epochs.boundaries()
     sizes = {b - a for a, b in itertools.pairwise(boundaries)}
     assert (boundaries[0], boundaries[-1]) == (0, epochs.total_examples)

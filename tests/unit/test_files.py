@@ -95,7 +95,7 @@ def test_a_file_system_without_fsync_of_directories_will_do(tmp_path, monkeypatc
     assert (tmp_path / "a").read_text() == "x"
 
 
-def test_an_error_names_where_in_one_line(tmp_path):
+def test_an_error_names_its_place_in_one_line(tmp_path):
     with (
         pytest.raises(TfdistError, match=r"^run directory x: No such file or directory$"),
         files.one_line_errors("run directory x"),

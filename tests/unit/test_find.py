@@ -71,7 +71,7 @@ def test_the_answer_of_a_child_is_the_trial(child):
     assert trial == BatchTrial(batch_size=4, fits=True, **answer)
 
 
-def test_want_of_memory_is_told_from_other_errors():
+def test_out_of_memory_differs_from_other_errors():
     assert "out_of_memory" in failure(ValueError("OOM when allocating tensor with shape[8]"))
     assert "out_of_memory" in failure(MemoryError())
     assert failure(TypeError("no 'BLOOMBlock'")) == {"error": "TypeError: no 'BLOOMBlock'"}

@@ -76,7 +76,7 @@ def test_any_text_is_expanded_to_names_or_refused(text):
     assert all(name and not set(name) & set("[], ") for name in names)
 
 
-def test_counts_are_repeated_as_often_as_they_say():
+def test_counts_are_repeated_by_their_factor():
     counts = {"2(x3),1": [2, 2, 2, 1], "16 ": [16], "1,0,3(x1)": [1, 0, 3]}
     assert {text: expand_counts(text, where="X") for text in counts} == counts
     for text in ("", "2(3)", "2(x0)", "x", "-1", "2,,1", "2(x99999999)"):

@@ -167,7 +167,7 @@ def test_a_local_host_list_ignores_the_remote_shell():
     assert (options.where, options.workers, options.rsh, options.env) == ("local", 2, None, None)
 
 
-def test_an_allocation_of_slurm_says_the_hosts():
+def test_an_allocation_of_slurm_gives_the_hosts():
     options, group = decided("--on slurm", slurm(3))
     assert (group.hosts, group.slots, group.rank) == (("n1", "n2", "n3"), (1, 1, 1), 0)
     assert (options.strategy, options.workers) == ("multiworker", 3)
@@ -208,7 +208,7 @@ def alike(tmp_path, environ=None, *, text="x", args="--lr 1"):
     return terms(environ or {}, program=program, program_file=str(script))
 
 
-def test_hosts_are_alike_whatever_is_their_own(tmp_path):
+def test_settings_of_one_host_make_no_difference(tmp_path):
     own = {"TF_CONFIG": "x", "TF_NUM_INTRAOP_THREADS": "4", "HOME": "/root", "TF_CPP_X": "1"}
     assert alike(tmp_path) == alike(tmp_path, own)
     missing = alike(tmp_path, args="--config {}")

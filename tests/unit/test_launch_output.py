@@ -151,7 +151,7 @@ def test_a_full_descriptor_is_written_to_later(reader, monkeypatch):
 # the failure block
 
 
-def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
+def test_remarks_are_written_to_a_separate_standard_error(reader, tmp_path):
     errors = Reader()
     screen = JobScreen(out=reader.console, err=errors.console)
     screen.open(W1, tmp_path / "log").feed(b"Traceback\n")

@@ -183,7 +183,7 @@ def test_an_abandoned_fork_server_ends_with_its_tasks(tmp_path):
         assert starter.is_over
 
 
-def test_why_the_kernel_killed_a_fork_server_is_told(tmp_path, monkeypatch):
+def test_a_kernel_kill_of_a_fork_server_is_explained(tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.launch.fork_server.IMPORTS", ("json",))
     with fork_starter(tmp_path) as starter:
         os.kill(starter.pid, signal.SIGKILL)

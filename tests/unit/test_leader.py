@@ -92,7 +92,7 @@ def test_a_task_is_started_and_ended_on_its_host(world):
     world.screen.keep_last_lines.assert_called_once_with(W1, ("last",))
 
 
-def test_members_of_a_view_on_all_hosts_are_told(world):
+def test_a_view_is_sent_to_members_on_all_hosts(world):
     view = ShowView(epoch=1, members=(W0, W1))
     go = GoOn(epoch=1, members=(W0, W1), done=0, source=W0, behind=(), joining=())
     pair = Acquaint(joining=W2, member=W0, is_ready=False)
@@ -172,7 +172,7 @@ def test_a_lost_host_ends_its_tasks_and_starts_none(world):
     assert (end.task, end.status) == (W2, EXIT_PEER_MISSING)
 
 
-def test_requests_to_stop_that_come_together_count_once(world):
+def test_simultaneous_stop_requests_count_once(world):
     world.here = [StopRequest(signum=15)]
     world.news.append(MessageReceived(rank=1, message=STOP))
     assert world.processes.wait(None) == [StopRequest(signum=15)]
@@ -186,7 +186,7 @@ def test_waits_end_in_time_for_heartbeats_of_hosts(world):
     assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
 
 
-def test_the_agents_are_told_that_the_launcher_has_failed(monkeypatch):
+def test_a_failing_launcher_ends_its_agents(monkeypatch):
     team = Mock()
     team.gather.return_value = None
     team.roll_call.side_effect = OSError("a disk that is full")

@@ -102,7 +102,7 @@ def test_the_status_follows_a_clock_that_is_set(tmp_path):
     assert told["at"] - told["began_at"] == 4.0
 
 
-def test_a_disk_that_is_full_stops_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_stop_the_job(tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
@@ -136,7 +136,7 @@ def test_prometheus_gets_each_metric_with_its_type_once():
     assert text.endswith("\n")
 
 
-def test_metrics_that_do_not_answer_hold_nothing_up(tmp_path):
+def test_a_hanging_metrics_server_does_not_block_the_launcher(tmp_path):
     before = psutil.Process().children()
     with metrics_server(0, tmp_path / "live.json"):
         (child,) = (one for one in psutil.Process().children() if one not in before)
@@ -204,7 +204,7 @@ def test_the_newest_job_is_shown_without_an_argument(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"state": "running", "tasks": 3}'])
-def test_a_directory_of_no_job_is_one_line(tmp_path, text, capsys):
+def test_a_directory_without_a_job_is_one_line(tmp_path, text, capsys):
     if text is not None:
         (tmp_path / "live.json").write_text(text)
     assert top.main([str(tmp_path)]) == 2

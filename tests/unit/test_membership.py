@@ -322,7 +322,7 @@ def test_losing_the_last_member_with_state_ends_the_job():
     assert isinstance(fence, Fence)
 
 
-def test_a_pupil_gets_another_teacher():
+def test_a_joining_member_gets_another_source():
     members = Membership(expected=3)
     for number in (0, 1, 2):
         members.ready(number)

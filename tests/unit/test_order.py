@@ -64,7 +64,7 @@ def test_the_order_depends_only_on_seed_pass_and_size():
     assert first[:8].tolist() == [349, 475, 424, 440, 875, 964, 764, 422]
 
 
-def test_without_shuffle_the_order_is_that_of_the_data():
+def test_without_shuffle_the_order_equals_the_data():
     assert order(np.arange(12), n=5, shuffle=False).tolist() == [*range(5), *range(5), 0, 1]
 
 

@@ -78,7 +78,7 @@ def test_the_cells_contain_each_pair_of_releases():
         assert len(pairs) == 9
 
 
-def test_the_ranges_and_classifiers_are_those_of_the_receipts():
+def test_version_ranges_and_classifiers_match_the_tested_versions():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     classifiers = setup["metadata"]["classifiers"]

@@ -52,7 +52,7 @@ def test_waiting_for_all_is_a_phase_outside_training(clock):
         assert phases.current().phase == phase
 
 
-def test_after_a_phase_within_another_the_other_goes_on(clock):
+def test_an_outer_phase_continues_after_an_inner_one(clock):
     phases.enter("step", step=10)
     with phases.entered("save"):
         assert phases.current().phase == "save"

@@ -144,7 +144,7 @@ def test_outgoing_connections_never_get_the_preferred_ports():
     assert set(preferred[4_536:]) == set(range(20_000, 30_000))
 
 
-def test_the_system_chooses_where_all_ports_are_ephemeral(monkeypatch, tmp_path):
+def test_the_system_chooses_if_all_ports_are_ephemeral(monkeypatch, tmp_path):
     where = tmp_path / "range"
     monkeypatch.setattr(ports, "_RANGE_FILE", where)
     for text in (None, "", "many few"):
@@ -235,7 +235,7 @@ def test_a_listener_can_be_closed_to_other_machines(only_local):
         (["lo", "eth0"], False, "ports 21, 22.*every machine of the network.*--isolate"),
     ],
 )
-def test_the_launcher_says_who_reaches_the_ports(monkeypatch, interfaces, filters, says):
+def test_the_launcher_reports_the_reach_of_its_ports(monkeypatch, interfaces, filters, says):
     monkeypatch.setattr(isolation, "kernel_filters", lambda: filters)
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(interfaces, 1)))
     monkeypatch.setattr(isolation, "_flags", lambda control, name: isolation._IFF_UP)

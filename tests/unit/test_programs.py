@@ -25,7 +25,7 @@ def test_the_overview_names_every_program_and_loads_none(words, capsys):
 
 
 @pytest.mark.parametrize("words", ["--help", "train --helpfull"])
-def test_who_reads_no_further_is_no_error(words):
+def test_a_closed_output_is_no_error(words):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "tfdist", *words.split()]
@@ -102,7 +102,7 @@ def test_the_report_has_versions_machine_and_relevant_variables():
     assert "HOME" not in told
 
 
-def test_the_report_shows_the_name_of_a_secret_alone():
+def test_the_report_shows_only_the_name_of_secrets():
     secrets = {
         "TFDIST_API_TOKEN": "hunter2",
         "https_proxy": "http://me:hunter2@proxy:80",
@@ -216,7 +216,7 @@ def test_a_name_that_is_close_is_hinted_at():
     assert not hasattr(tfdist, "nothing_like_it")
 
 
-def test_every_public_name_is_found_where_its_type_is():
+def test_every_public_name_is_found_beside_its_type():
     """mypy reads the imports for types; what is found on first use is the same."""
     assert set(tfdist.__all__) <= set(dir(tfdist))
     tree = ast.parse(Path(tfdist.__file__).read_text())

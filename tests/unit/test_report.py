@@ -178,7 +178,7 @@ def test_a_sweep_runs_while_its_chief_holds_the_lock(tmp_path):
     assert "0trials completed" in Page(render([], [read_sweep(tmp_path)])).text
 
 
-def test_the_page_loads_nothing():
+def test_the_page_loads_no_other_files():
     html = render([read_run(RUNS / "multiworker")], [read_sweep(RUNS / "sweep")])
     assert [link for link in Page(html).links if not link.startswith(("#", "data:"))] == []
     assert "default-src 'none'" in html

@@ -170,7 +170,7 @@ def test_a_worker_that_ends_within_a_sum_is_named():
         assert failed.result(DEADLINE_S).startswith("lost worker-1")
 
 
-def test_a_worker_that_stops_tells_the_next_one_why(monkeypatch):
+def test_a_stopping_worker_sends_its_reason(monkeypatch):
     one, other = ring_of(2)
     stop, fail = one.stop, lambda _: failure_of(other, np.ones(3), of="a step")
     at, failed = at_once(lambda call, word: call(word), (stop, fail), ("no more", ""))
@@ -387,7 +387,7 @@ def test_a_client_without_a_hello_is_disconnected(monkeypatch):
             found.result(DEADLINE_S)[b"hello"].close()
 
 
-def test_where_one_cannot_be_reached_all_do_without(apart, caplog):
+def test_an_unreachable_worker_disables_the_ring_for_all(apart, caplog):
     (closed,) = hold_ports(1)
 
     def firewall(table):

@@ -56,7 +56,7 @@ class Bench:
             self.dispatcher.received(id, done)
 
 
-def test_requests_go_to_the_replica_that_has_the_fewest():
+def test_requests_are_sent_to_the_least_busy_replica():
     bench = Bench(1, 2)
     bench.ask(b"a", b"b", b"c", b"d")
     assert bench.has(1, 2) == [[b"a", b"c"], [b"b", b"d"]]
@@ -76,7 +76,7 @@ def test_a_request_holds_its_memory_until_it_is_done():
     assert bench.room.left_bytes == 7
 
 
-def test_memory_is_given_to_those_that_wait_for_it(monkeypatch):
+def test_freed_memory_is_given_to_waiting_requests(monkeypatch):
     monkeypatch.setattr(dispatch, "_ROOM_S", 0.01)
 
     async def run() -> None:

@@ -138,7 +138,7 @@ def test_unreadable_directories_are_skipped_when_finding_models(tmp_path, monkey
     assert set(find_models(tmp_path / "digits", "d")) == {"d"}
 
 
-def test_a_directory_that_is_not_there_is_one_line(tmp_path, capsys):
+def test_a_missing_directory_is_a_one_line_error(tmp_path, capsys):
     assert serve.main([str(tmp_path / "none")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"cannot read {tmp_path}/none: No such file or directory")

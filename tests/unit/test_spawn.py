@@ -45,7 +45,7 @@ def refusal(fn, *args, **options):
 @pytest.mark.parametrize(
     ("source", "args"), [("def fn(): return LOCK", ()), ("def fn(a, b): pass", (1, LOCK))]
 )
-def test_nothing_is_started_if_the_function_cannot_be_pickled(source, args):
+def test_no_job_starts_if_the_function_cannot_be_pickled(source, args):
     with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
         tfdist.spawn(by_value(source), *args)
 

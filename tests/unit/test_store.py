@@ -72,7 +72,7 @@ def store(tmp_path):
         *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4),
     ],
 )
-def test_every_number_comes_back_with_its_bytes(store, dtype):
+def test_every_array_is_read_with_its_bytes(store, dtype):
     shapes = [(), (0,), (3, 0, 2), (5,), (2, 3, 4)]
     arrays = {
         str(shape): np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
@@ -87,7 +87,7 @@ def test_every_number_comes_back_with_its_bytes(store, dtype):
         np.testing.assert_array_equal(found[name], array)
 
 
-def test_the_format_is_that_of_every_version(store):
+def test_the_format_equals_earlier_versions(store):
     """The checkpoint in `data` is of a run before the modules of the format were joined."""
     (golden,) = EARLIER.glob("step-*")
     checkpoint = CheckpointStore(EARLIER).read()
@@ -326,7 +326,7 @@ def test_a_checkpoint_removed_by_its_writer_is_not_damaged(tmp_path, monkeypatch
             reader.read(step)
 
 
-def test_nothing_to_read_is_refused(store, tmp_path):
+def test_a_missing_checkpoint_is_refused(store, tmp_path):
     assert store.latest() is None
     assert refusal(store.read).code == "no-checkpoint"
     write(store, 1)
@@ -334,7 +334,7 @@ def test_nothing_to_read_is_refused(store, tmp_path):
     assert refusal(lambda: CheckpointStore(tmp_path, keep=0)).code == "not-an-int"
 
 
-def test_a_newer_format_is_refused_and_left_alone(store, monkeypatch):
+def test_a_newer_format_is_refused_and_kept(store, monkeypatch):
     with monkeypatch.context() as later:
         later.setattr(format_module, "VERSION", format_module.VERSION + 1)
         path = write(store, 1)

@@ -292,12 +292,12 @@ def test_a_refusal_of_the_scheduler_submits_nothing(arguments, answers, said, an
         ("--to kubernetes --image x train.py", "kubectl"),
     ],
 )
-def test_without_the_schedulers_commands_it_is_one_line(arguments, command, tmp_path, monkeypatch):
+def test_missing_scheduler_commands_are_a_one_line_error(arguments, command, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert refused(arguments).startswith(f"--to: cannot run the command {command}. ")
 
 
-def test_a_command_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
+def test_a_scheduler_command_without_an_answer_times_out(tmp_path, monkeypatch):
     command = tmp_path / "sbatch"
     command.write_text("#!/bin/sh\nexec sleep 600\n")
     command.chmod(0o755)

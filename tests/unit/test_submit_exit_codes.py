@@ -236,7 +236,7 @@ def test_no_restarts_are_none(tmp_path):
 
 
 @pytest.mark.parametrize(("index", "ended"), [("0", 0), ("1", 75), ("3", 75)])
-def test_a_server_of_a_job_comes_back(index, ended, tmp_path):
+def test_a_server_of_a_job_is_restarted(index, ended, tmp_path):
     spec = spec_of(PS + "train.py")
     fakes(tmp_path, python="exit 0")
     container = container_of(spec["template"])
@@ -306,7 +306,7 @@ def test_a_pod_signal_before_the_task_starts_ends_it(tmp_path):
     assert run_pod(tmp_path, container_of(spec_of("train.py")["template"])) == 143
 
 
-def test_without_tfdist_the_first_line_says_so(tmp_path):
+def test_a_missing_tfdist_is_reported_in_one_line(tmp_path):
     environ = fakes(tmp_path, python="echo no such module >&2; exit 1", srun="exit 0")
     said = [run_batch(tmp_path, printed(SLURM + "train.py"), environ)]
     said.append(run_container(tmp_path, container_of(spec_of("train.py")["template"])))
@@ -355,7 +355,7 @@ OF_SET = "jobset.sigs.k8s.io/restart-attempt"
     ],
 )
 @pytest.mark.parametrize("arguments", ["train.py", PS + "train.py"])
-def test_a_pod_is_told_how_often_it_was_started(kind, annotations, attempt, arguments):
+def test_a_pod_gets_its_number_of_starts(kind, annotations, attempt, arguments):
     _, _, container, more = next(pods_of(f"--kind {kind} {arguments}"))
     assert config_of(container, more, **annotations).options.attempt == attempt
 

@@ -544,9 +544,7 @@ WHAT = ["ends 0", "ends 1", "ends 2", "ends 75", "ends KILL", "ends ABRT", "rais
     min_workers=st.integers(0, 1),
     stop_s=st.sampled_from([0.1, 1000]),
 )
-def test_whatever_happens_every_process_ends_and_is_reported(
-    job, what, max_restarts, min_workers, stop_s
-):
+def test_every_process_ends_and_is_reported(job, what, max_restarts, min_workers, stop_s):
     names, at_s, events = JOBS[job].split(), 1.0, []
     for index, event in what:
         at_s += {"wait": 1000, "grace": 10}.get(event, 0.1)

@@ -289,7 +289,7 @@ ALMOST = st.fixed_dictionaries(
 
 @given(JSON | ALMOST)
 @settings(max_examples=300)
-def test_random_json_raises_nothing_but_usage_errors(value):
+def test_random_json_raises_only_usage_errors(value):
     for text in (json.dumps(value), str(value)):
         try:
             config = decode(text)

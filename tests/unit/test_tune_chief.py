@@ -42,7 +42,7 @@ def test_all_trials_run_once_within_the_slots(tmp_path, slots, ahead, at_once):
 
 @pytest.mark.parametrize("how", ["before", "within", "after"])
 @pytest.mark.parametrize(("slots", "later"), [(1, 1), (2, 2), (3, 1), (1, 3)])
-def test_a_crash_at_any_write_changes_nothing(tmp_path, how, slots, later):
+def test_a_crash_at_any_write_gives_the_same_trials(tmp_path, how, slots, later):
     """Nor does another number of slots, where more trials wait for one than there are."""
     whole = World(tmp_path / "whole", slots=slots)
     whole.run()

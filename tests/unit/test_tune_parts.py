@@ -321,7 +321,7 @@ def test_a_trial_waits_for_the_writer_of_its_files(tmp_path, locked):
     assert trial.pidfd is None
 
 
-def test_a_trial_that_cannot_be_written_is_one_line(tmp_path):
+def test_an_unwritable_trial_is_a_one_line_error(tmp_path):
     (tmp_path / "0" / "launch.log").mkdir(parents=True)
     with pytest.raises(TfdistError, match=r"0: Is a directory$"):
         local_runner().start(TrialJob(run_dir=tmp_path / "0", flags=(), goal=GOAL))
@@ -381,7 +381,7 @@ def test_imports_start_early_and_end_after_a_failure(tmp_path):
     assert not (tmp_path / "old-1").exists(), "moved aside for nothing"
 
 
-def test_overwrite_moves_an_old_sweep_aside_and_nothing_else(tmp_path):
+def test_overwrite_moves_only_an_old_sweep_aside(tmp_path):
     with chief_lock(tmp_path):  # a start that came to no journal leaves no more
         (tmp_path / FORK_LOG).touch()
         require_own(tmp_path)
