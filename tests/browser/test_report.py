@@ -58,7 +58,7 @@ def browser(tmp_path_factory):
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("name", PAGES)
-def test_the_page_fits_and_says_nothing_on_the_console(browser, name, width, is_dark, tmp_path):
+def test_the_page_fits_without_console_messages(browser, name, width, is_dark, tmp_path):
     (tmp_path / "page.html").write_text(PAGES[name]())
     browser.open((tmp_path / "page.html").as_uri(), width=width, is_dark=is_dark)
     assert browser.run(_PROBE) == {
@@ -179,7 +179,7 @@ def test_an_open_page_follows_a_run_to_its_end(followed):
     assert server.wait(DEADLINE_S) == EXIT_INTERRUPTED
 
 
-def test_a_page_whose_server_has_ended_says_so(followed):
+def test_a_page_shows_that_its_server_has_ended(followed):
     browser, _, _, server = followed
     server.send_signal(signal.SIGINT)
     assert server.wait(DEADLINE_S) == EXIT_INTERRUPTED

@@ -119,7 +119,7 @@ def test_a_loop_of_horovod(tmp_path):
     assert (tmp_path / "checkpoint-5.h5").exists()
 
 
-def test_a_loop_under_torchrun_goes_on_at_its_checkpoint(tmp_path):
+def test_a_loop_under_torchrun_resumes_from_its_checkpoint(tmp_path):
     page, torchrun = "docs/migrate/torch.md", ("-m", "torch.distributed.run", "--standalone")
     after = "print('epochs from', first)"
     for epochs, first in ((2, 0), (5, 2)):

@@ -49,7 +49,7 @@ def test_workers_that_read_different_data_end_with_both_digests(job):
         assert len(digests) == 2, line
 
 
-def test_weights_that_the_chief_alone_has_set_are_refused(job):
+def test_weights_set_only_in_the_chief_are_refused(job):
     for call in ("a callback", "fit", "evaluate", "predict"):
         (line,) = {worker["weights"][call] for worker in job[0]}
         assert line.startswith("weights: ")

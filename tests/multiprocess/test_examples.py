@@ -50,7 +50,7 @@ def test_every_command_of_the_first_tutorial_works(tmp_path, monkeypatch):
     assert steps == {"single": done, "mirrored": done, "multiworker": 5 * EPOCH_STEPS, "ps": done}
 
 
-def test_two_models_train_in_a_step_of_ones_own(tmp_path):
+def test_two_models_train_in_a_custom_step(tmp_path):
     saved = tmp_path / "generator.keras"
     flags = ("--strategy", "multiworker", "--workers", "2", str(EXAMPLES / "gan.py"))
     said = launch(

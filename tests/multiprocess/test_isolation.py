@@ -68,7 +68,7 @@ def test_an_isolated_job_trains_and_is_unreachable(launch, tmp_path, rights):
 
 
 @pytest.mark.parametrize("limit", ["max_user_namespaces", "max_net_namespaces"])
-def test_where_the_kernel_refuses_it_one_line_says_why(tmp_path, limit):
+def test_a_kernel_without_namespaces_is_a_one_line_error(tmp_path, limit):
     command = [*FEW, limit, *NO_RIGHTS, *LAUNCH, "--isolate", "--run_dir=run", "-m", "this"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False

@@ -98,7 +98,7 @@ def test_forked_tasks_draw_random_numbers_of_their_own(launch):
     assert len({number for pair in drawn for number in pair}) == 6
 
 
-def test_a_programs_traceback_is_pythons_own_and_comes_once(launch, tmp_path):
+def test_the_traceback_of_a_program_is_unchanged_and_unique(launch, tmp_path):
     mistyped = launch("x =\n")
     assert mistyped.end() == 1
     own = python(tmp_path / "program.py").stderr
@@ -509,7 +509,7 @@ def test_a_blocked_reader_stops_printing_but_no_signal(launch):
 
 
 @pytest.mark.parametrize("files", [10, 14, 18, 24])
-def test_too_few_open_files_are_one_line(launch, files):
+def test_too_few_open_files_are_a_one_line_error(launch, files):
     few = ("sh", "-c", f'ulimit -n {files} && exec "$@"', "sh")
     job = launch("print('hello')", "--workers=2", command=(*few, *LAUNCH))
     code = job.end()

@@ -469,7 +469,7 @@ def states_of(running: Service) -> dict[int, tuple[str, str]]:
     }
 
 
-def test_versions_come_go_and_break_under_load(tmp_path):
+def test_versions_are_added_removed_and_broken_under_load(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=2) as running, load(running) as outcomes:
         last = 2
@@ -500,7 +500,7 @@ def call_by_grpc(address: str, *, version: int = 0) -> grpc.StatusCode:
     return OK
 
 
-def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path):
+def test_retrying_clients_lose_no_answer_with_the_front(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=2) as running, contextlib.ExitStack() as clients:
         # Each for itself, so that no request is sent again as the next front is killed.

@@ -38,7 +38,7 @@ def differing(pairs):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_weights_are_those_of_whole_slots_to_the_bit(seen_by, workers):
+def test_sharding_does_not_change_the_weights(seen_by, workers):
     tasks = seen_by(workers)["weights"]
     assert len(tasks) == workers
     for task in tasks:
@@ -51,7 +51,7 @@ def test_weights_are_those_of_whole_slots_to_the_bit(seen_by, workers):
         assert largest <= whole / len(tasks) + 32 * count  # parts are of whole vectors
 
 
-def test_checkpoints_are_those_of_whole_slots(seen_by):
+def test_sharding_does_not_change_the_checkpoints(seen_by):
     for task in seen_by(2)["checkpoints"]:
         assert task["same checkpoint"]
         assert task["resumed"] == dict.fromkeys(task["resumed"], task["expected"])

@@ -32,7 +32,7 @@ def start(launch, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["exec", "fork"])
-def test_results_errors_and_restarts_come_back(start, method):
+def test_results_errors_and_restarts_reach_the_caller(start, method):
     job = start(method)
     assert job.end() == 0, job.text
     assert job.text.endswith("all True\n"), job.text

@@ -98,7 +98,7 @@ def test_tasks_agree_in_everything(synchronous):
     assert first["search"] == ["tuner.search", "search-in-a-job"]
 
 
-def test_callbacks_decide_alike_and_the_chief_alone_writes(synchronous):
+def test_callbacks_decide_alike_and_only_the_chief_writes(synchronous):
     out, tasks = synchronous
     assert tasks[0]["epochs after one task stopped"] == 2
     assert len(tasks[0]["history"]["loss"]) == 2

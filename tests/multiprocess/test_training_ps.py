@@ -78,7 +78,7 @@ def test_ps_takes_streams_and_refuses_python(parameter_server):
     assert "no operation NormalizeUTF8" in seen["unknown operation"]
 
 
-def test_ps_serves_callbacks_and_steps_of_ones_own(parameter_server):
+def test_ps_runs_callbacks_and_custom_steps(parameter_server):
     out, seen = parameter_server
     assert seen["epochs"] == 2
     assert seen["batches"] == [*range(8), *range(8)]
@@ -140,7 +140,7 @@ def test_ps_step_metrics_equal_one_device_under_any_key(parameter_server):
     figures.require_equal(parameter_server[1]["figures"], figures.by_keras())
 
 
-def test_ps_optimizers_go_by_the_step_that_was_dispatched(parameter_server):
+def test_ps_optimizers_use_the_dispatched_step(parameter_server):
     """Whatever the workers' order: each learning rate once, and one update of three steps."""
     _, seen = parameter_server
     assert seen["went down by ramp"] == sum(range(2 * 7 * 15 + 1))

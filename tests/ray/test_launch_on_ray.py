@@ -144,7 +144,7 @@ def test_tasks_save_if_the_launcher_stops_or_dies(cluster, tmp_path, signum, cod
         assert log.read_text().endswith("saved\n")
 
 
-def test_no_room_and_no_cluster_are_one_line(cluster, tmp_path):
+def test_missing_room_and_missing_clusters_are_one_line(cluster, tmp_path):
     (tmp_path / "program.py").write_text("")
     launch = (*LAUNCH[:3], "--workers", "40", "--startup_timeout_s", "3")
     job = Job(cluster, tmp_path, launch=launch, program=("program.py",))

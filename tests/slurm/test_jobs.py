@@ -88,7 +88,7 @@ def test_a_stopped_job_resumes_like_an_undisturbed_one(slurm, undisturbed):
 @pytest.mark.parametrize(
     ("kind", "tasks"), [("one", "killed"), ("both", "killed"), ("one", "alive"), ("both", "alive")]
 )
-def test_a_job_that_loses_a_node_goes_on(kind, tasks, slurm, undisturbed):
+def test_a_job_that_loses_a_node_resumes(kind, tasks, slurm, undisturbed):
     slurm.hold.touch()
     one = ("--workers", "2", "--cpus", "1", "--run_dir", "run")
     job = slurm.submit(*(one if kind == "one" else TWO_NODES), program=TRAIN)
