@@ -108,7 +108,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_trained_as_by_its_own_fit(strategies, name):
+def test_hub_models_train_like_under_keras(strategies, name):
     make, data = PROGRAMS[name]
     theirs, history = models.trained(None, make, **OPTIONS | data)
     ours, found = models.trained(strategies[2], make, **OPTIONS | data)
@@ -143,7 +143,7 @@ def test_model_fit_in_scope_reads_examples_by_index(strategies, monkeypatch):
     assert one.evaluate(TEXTS, CLASSES, verbose=0) == tfdist.evaluate(other, TEXTS, CLASSES)
 
 
-def test_evaluated_and_predicted_as_by_its_own_methods(strategies):
+def test_hub_models_evaluate_and_predict_like_under_keras(strategies):
     theirs = bert()
     with strategies[2].scope():
         ours = bert()

@@ -55,7 +55,7 @@ def test_an_interrupted_task_saves_and_the_next_one_resumes(flow, tmp_path):
     assert accuracy == summary["metrics"]["val_accuracy"]
 
 
-def test_a_mistake_is_not_tried_again(flow, tmp_path):
+def test_a_usage_error_is_not_retried(flow, tmp_path):
     with pytest.raises(Exception, match="the job has a mistake") as told:
         flow["digits"](run_dir=str(tmp_path), workers=0)
     assert not isinstance(told.value, FlyteException)

@@ -79,7 +79,7 @@ OPTIONS = {
     ("code", "name", "value"),
     [(code, *option) for code, options in OPTIONS.items() for option in options],
 )
-def test_an_option_that_cannot_be_is_named(strategies, code, name, value):
+def test_an_invalid_option_is_named(strategies, code, name, value):
     assert refused(lambda: fit(linear(strategies[1]), X, Y, **{name: value})) == (name, code)
 
 

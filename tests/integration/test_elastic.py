@@ -141,6 +141,6 @@ def test_shards_end_alike(elastic, cell):
 
 
 @pytest.mark.parametrize("cell", [c for c in REFUSED if c in table.CELLS])
-def test_other_cells_are_refused(elastic, cell):
+def test_unsupported_cells_are_refused_in_elastic_jobs(elastic, cell):
     one = dataclasses.replace(table.CELLS[cell], replicas=(3,))
     assert refused(lambda: table.require_alike(elastic, one))[1] == REFUSED[cell]

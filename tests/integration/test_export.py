@@ -98,7 +98,7 @@ def trained(strategies):
     return model
 
 
-def test_a_model_of_two_replicas(trained, tmp_path):
+def test_a_model_of_two_replicas_is_exported(trained, tmp_path):
     place = tfdist.export_model(trained, tmp_path)
     assert place == tmp_path / "cnn" / "1"
     wanted = tfdist.predict(trained, IMAGES, verbose=0)
@@ -218,7 +218,7 @@ def test_a_model_in_bfloat16_answers_in_float32(tmp_path):
     np.testing.assert_array_equal(call(place, x=asked)["y"], np.float32(model(asked)))
 
 
-def test_a_subclassed_model_with_a_dict_of_inputs(tmp_path):
+def test_a_subclassed_model_with_named_inputs_is_exported(tmp_path):
     model = Halves()
     x = {"left": RNG.rand(6, 5).astype("float32"), "right": RNG.rand(6, 3).astype("float32")}
     x["names"] = np.array([*"abcdef"], object)
@@ -293,7 +293,7 @@ def test_an_unbuilt_or_unsaveable_model_is_refused(tmp_path, strategies):
     assert (caught.where, caught.code) == ("export_model", "not-saveable")
 
 
-def test_the_program_with_a_file_and_with_checkpoints(tmp_path, capsys):
+def test_the_export_program_reads_files_and_checkpoints(tmp_path, capsys):
     model = line()
     model.compile("sgd", "mse")
     model.save(tmp_path / "line.keras")
@@ -450,6 +450,6 @@ def test_adapted_layers_are_published_or_refused(tmp_path):
         (["a.keras", "out", "--samples", "none.npy"], "no-file"),
     ],
 )
-def test_a_wrong_command_line(words, code, tmp_path, monkeypatch):
+def test_invalid_export_commands_are_refused(words, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refusal(lambda: export._export(words)).code == code

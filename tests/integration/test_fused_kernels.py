@@ -186,7 +186,7 @@ def test_other_layers_use_the_code_of_keras(what):
     np.testing.assert_equal([*map(np.asarray, found)], [*map(np.asarray, expected)])
 
 
-def test_a_batch_of_one_number_has_no_variance():
+def test_a_batch_of_one_value_has_no_variance():
     x = np.full((1, 1, 1, 2), 3.0, "float32")
     found, kernels = computed(Batch(momentum=0.0), x, fused=True)
     assert kernels
@@ -350,7 +350,7 @@ def test_a_layer_on_its_own_device_gives_identical_bits(strategies, kernels):
     assert kernels
 
 
-def test_keras_own_training_is_as_it_was(strategies, kernels):
+def test_other_calls_use_no_fused_kernels(strategies, kernels):
     model = compiled(strategies[1], convolutions)
     tfdist.fit(model, X, Y, batch_size=8, verbose=0, fused_kernels=True)
     count = len(kernels)

@@ -125,7 +125,7 @@ def test_stock_replicas_drop_the_same_units(strategies):
 
 
 @shows("keras.src.random.seed_generator.global_seed_generator")
-def test_stock_replicas_have_no_generator_in_common(strategies):
+def test_stock_replicas_share_no_generator(strategies):
     found = [seed_generator.global_seed_generator()]
     strategies[2].run(lambda: found.append(threading.get_ident()) or None)
     threads = set(found[1:])
@@ -225,13 +225,13 @@ OF_TWO_REPLICAS = {
 
 @shows(*OF_TWO_REPLICAS)
 @pytest.mark.parametrize("target", OF_TWO_REPLICAS)
-def test_stock_replicas_compute_something_else(strategies, target):
+def test_stock_replicas_compute_other_values(strategies, target):
     compute, values = OF_TWO_REPLICAS[target]
     assert per_replica(strategies[2], compute) == values
 
 
 @shows("keras.src.losses.loss.reduce_values")
-def test_stock_sums_do_not_know_the_share(strategies):
+def test_stock_sums_ignore_the_batch_fraction(strategies):
     """What the tape weights by the share, as it weights means, would not be the sum."""
     loss = keras.losses.MeanSquaredError(reduction="sum")
     ones, zeros = tf.ones([4, 1]), tf.zeros([4, 1])
@@ -393,7 +393,7 @@ OF_OTHER_WORKERS = {
 
 @shows(*OF_OTHER_WORKERS)
 @pytest.mark.parametrize("target", OF_OTHER_WORKERS)
-def test_stock_loss_scaling_does_not_know_of_other_workers(target):
+def test_stock_loss_scaling_ignores_other_workers(target):
     compute, stock, mine = OF_OTHER_WORKERS[target]
     assert (compute(traced=False), compute(traced=True)) == (stock, mine)
 
@@ -434,7 +434,7 @@ def updated(optimizer, *, traced):
 
 @shows("SGD.update_step")
 @pytest.mark.parametrize("optimizer", list(UPDATES))
-def test_stock_updates_write_one_by_one(optimizer):
+def test_stock_updates_write_each_variable_separately(optimizer):
     stock, writes = updated(UPDATES[optimizer](), traced=False)
     assert writes == len(stock) - 1  # all but the learning rate
     mine, writes = updated(UPDATES[optimizer](), traced=True)
@@ -478,7 +478,7 @@ def after_step_26_came_first(optimizer):
     "BaseOptimizer._get_current_learning_rate",
 )
 @pytest.mark.parametrize("method", list(FIRST))
-def test_stock_optimizers_have_one_count(method, monkeypatch):
+def test_stock_optimizers_share_one_step_count(method, monkeypatch):
     monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     stock, optimizer, mine = FIRST[method]
     assert after_step_26_came_first(optimizer()) == pytest.approx(mine)
@@ -870,7 +870,7 @@ def test_a_step_does_not_affect_other_threads():
     assert generator.state.numpy().tolist() == [3, 1]
 
 
-def test_a_step_that_fails_leaves_stock_keras_behind():
+def test_a_failed_step_restores_stock_keras():
     with pytest.raises(LookupError), keras_compat.tracing(trace()):
         raise LookupError
     generator = keras.random.SeedGenerator(3)
@@ -915,7 +915,7 @@ def test_a_variable_of_several_replicas_converts_to_a_number(strategies, dtype):
             number(vector)
 
 
-def test_stock_variables_of_several_replicas_are_no_numbers():
+def test_stock_variables_of_several_replicas_cannot_become_numbers():
     """`convert_variables_to_numbers` has added these methods: TensorFlow has none of its own."""
     for name in ("__complex__", "__float__", "__int__"):
         assert getattr(DistributedVariable, name) is getattr(BaseResourceVariable, name)

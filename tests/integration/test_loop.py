@@ -196,7 +196,7 @@ class FirstAndLast(Columns):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_metrics_of_any_shape_are_results(strategies, replicas):
+def test_metrics_of_any_shape_are_returned(strategies, replicas):
     with strategies[replicas].scope():
         metrics = [Columns("columns"), FirstAndLast("some"), keras.metrics.Sum(name="sum")]
 

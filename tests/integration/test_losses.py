@@ -38,7 +38,7 @@ def test_a_loss_whose_shape_does_not_tell_is_refused(strategies, make):
 # What is warned of
 
 
-def test_several_means_in_one_tensor_are_warned_of_once(strategies, warnings):
+def test_several_means_in_one_tensor_warn_once(strategies, warnings):
     make = of(parts=lambda: [L.Dense(1), TwoMeans()], loss="mse", rate=0.001)
     for _ in range(2):
         trained(strategies[2], make, X, Y, batch_size=8)

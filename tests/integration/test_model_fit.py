@@ -313,7 +313,7 @@ def test_a_kept_program_computes_like_a_new_one(make):
     assert found[0] == found[1]
 
 
-def test_sparse_and_ragged_arrays_are_for_keras_own_loop(strategies, monkeypatch, blocks):
+def test_sparse_and_ragged_arrays_use_the_keras_loop(strategies, monkeypatch, blocks):
     monkeypatch.setattr(job, "_made", [])
     model = InScope(strategies[1], "single")()
     history = model.fit(scipy.sparse.csr_matrix(X), Y, verbose=0)

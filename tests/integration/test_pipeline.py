@@ -259,7 +259,7 @@ def test_impossible_cuts_are_refused(mistake, code):
         {"keep": "nothing"},
     ],
 )
-def test_options_that_cannot_be_are_refused(given):
+def test_invalid_options_are_refused(given):
     assert refusal(lambda: tfdist.PipelineOptions(**given)).where in given
 
 

@@ -70,7 +70,7 @@ class Nested(Sums):
     ],
     ids=["of Keras", "that say so", "trackers of a step of the user's own"],
 )
-def test_metrics_that_add_up_are_taken(make):
+def test_metrics_that_add_up_are_accepted(make):
     keras_compat.install()  # which replaces a method of one of them
     require_sums(make())
 

@@ -59,7 +59,7 @@ def test_callbacks_can_set_a_constant_learning_rate():
         ("cosine", [0.4, 0.2, 0.0, 0.0]),
     ],
 )
-def test_the_learning_rate_over_a_run(kind, expected):
+def test_the_learning_rate_follows_its_schedule(kind, expected):
     changes = {"schedule": kind, "learning_rate": 0.4, "global_batch_size": 10}
     warmup = {} if kind == "linear" else {"warmup_examples": 40}
     schedule = recipe.learning_rate_of(config_with(**changes, **warmup), total_steps=24)

@@ -236,7 +236,7 @@ def test_a_resumed_history_keeps_metrics_by_class_as_arrays():
 
 
 @pytest.mark.parametrize("kind", [keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau])
-def test_a_callback_of_another_metric_begins_anew(kind):
+def test_a_callback_of_another_metric_starts_again(kind):
     before, same, other = kind("val_loss"), kind("val_loss"), kind("val_accuracy")
     for callback in (before, same, other):
         callback.set_model(keras.Sequential())
@@ -425,7 +425,7 @@ def test_a_checkpoint_of_another_model_is_refused(strategies, finished):
         ({"delete_checkpoint": True}, "delete_checkpoint", "unsupported"),
     ],
 )
-def test_an_interval_that_cannot_be_is_refused(tmp_path, interval, where, code):
+def test_an_invalid_interval_is_refused(tmp_path, interval, where, code):
     found, is_code = refused(lambda: tfdist.BackupAndRestore(tmp_path, **interval))
     assert (found.removeprefix("BackupAndRestore: "), is_code) == (where, code)
 

@@ -121,7 +121,7 @@ def in_a_condition(metric, x):
     ],
     ids=["examples by Python", "in a condition"],
 )
-def test_an_update_that_may_count_otherwise_is_warned_of(strategies, warnings, update, line):
+def test_an_update_with_another_count_warns(strategies, warnings, update, line):
     with strategies[2].scope():
         model = Updating([keras.Input((6,)), keras.layers.Dense(3)])
         model.compile(update)

@@ -173,7 +173,7 @@ def test_tfds_load_works_without_writing_into_the_package(tmp_path):
     assert sorted(path.name for path in package.iterdir()) == before
 
 
-def test_without_scikit_learn_the_line_to_type_is_given(tmp_path, monkeypatch):
+def test_a_missing_scikit_learn_gives_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     told = refusal(lambda: tfds.from_tfds("tfdist_digits", "train", data_dir=tmp_path))
     assert told.code == "missing-package"

@@ -132,7 +132,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path, content):
     assert not list((tmp_path / "cache").glob(".partial-*"))
 
 
-def test_a_path_is_taken_as_it_is(tmp_path):
+def test_a_path_with_brackets_is_not_a_pattern(tmp_path):
     path = tmp_path / "run [1]" / "a.tfrecord"
     write(path, [3])
     source = TFRecordSource(path, parse, cache_dir=tmp_path / "cache")

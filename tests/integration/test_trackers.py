@@ -88,7 +88,7 @@ def test_a_hook_in_a_derived_tracker_sees_every_batch(board):
         assert not wants_every_batch(callback, mode="train")
 
 
-def test_one_that_fails_is_left_out_with_one_warning(strategies, board, told, caplog):
+def test_a_failing_tracker_is_skipped_with_one_warning(strategies, board, told, caplog):
     def fail(self, batch, logs=None):
         raise ConnectionError("nobody there")
 
@@ -307,7 +307,7 @@ def test_a_malformed_run_id_in_a_checkpoint_is_ignored(monkeypatch, state):
 
 
 @pytest.mark.parametrize("text", ["[]", '{"run": "mine"}', '{"run": "mine", "step": "9"}', None])
-def test_an_odd_journal_of_a_tracker_is_passed_by(monkeypatch, tmp_path, text):
+def test_an_invalid_journal_of_a_tracker_is_ignored(monkeypatch, tmp_path, text):
     monkeypatch.setattr(trackers, "run_of", lambda *args: "mine")
     path = tmp_path / "tracker-0.json"
     path.write_text(text) if text else os.mkfifo(path)

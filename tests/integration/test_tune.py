@@ -318,7 +318,7 @@ def test_nested_hyperparameters_are_known_before_the_first_trial(tmp_path):
         ('def space(hp, c):\n    c.droput = hp.Float("d", 0.0, 0.5)\n', ", line 2", "CFG003"),
     ],
 )
-def test_a_space_that_cannot_be_is_refused(tmp_path, source, line, code):
+def test_an_invalid_search_space_is_refused(tmp_path, source, line, code):
     where = f"{tmp_path / 'config.py'}{line}"
     assert refused(lambda: space_of(tmp_path, source)) == (where, code)
 
@@ -375,7 +375,7 @@ def test_conflicting_settings_are_refused(finished, field, value, where, code):
     assert refused(lambda: run(finished, config)) == (where, code)
 
 
-def test_more_processes_than_cpus_are_warned_of(tmp_path, caplog):
+def test_more_processes_than_cpus_warn(tmp_path, caplog):
     def threads(parallel: int) -> str:
         options = RunOptions(
             sweep_dir=tmp_path, parallel_trials=parallel, strategy="multiworker", workers=2

@@ -56,7 +56,7 @@ def test_weights_set_only_in_the_chief_are_refused(job):
         assert "only/kernel has different sums in the tasks: " in line
 
 
-def test_random_inputs_of_a_pydataset_are_warned_of(job):
+def test_random_inputs_of_a_pydataset_warn(job):
     assert job[1].count("right for random augmentation") == 1, job[1]
 
 

@@ -82,7 +82,7 @@ def test_two_hosts_compute_the_same_bits_after_losses(tmp_path, undisturbed):
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_workers_leave_and_join_at_the_users_request(tmp_path, undisturbed):
+def test_resizing_a_job_adds_and_removes_workers(tmp_path, undisturbed):
     found, files, output = digests_of(
         tmp_path / "run", "--workers=3", RESIZES={"1": 1, "2": 4}, JOINED="2"
     )

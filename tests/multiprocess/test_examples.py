@@ -97,7 +97,7 @@ def web(data: bytes) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         thread.join()
 
 
-def test_two_workers_download_once_and_tell_slack_once(tmp_path, monkeypatch):
+def test_two_workers_download_once_and_notify_slack_once(tmp_path, monkeypatch):
     file = io.BytesIO()
     np.savez(file, x=np.ones((64, 4), "float32"), y=np.ones(64, "float32"))
     program = (str(EXAMPLES / "slack.py"), "--epochs", "2", "--dir", str(tmp_path / "data"))

@@ -140,7 +140,7 @@ raise UsageError("--lr", "-1 is too small", fix="write more")
         (MISTAKE, 2, "--lr: -1 is too small. Fix: write more (exit code 2)"),
     ],
 )
-def test_an_exit_code_is_passed_on(launch, command, source, code, cause):
+def test_the_launcher_exits_with_the_code_of_its_task(launch, command, source, code, cause):
     job = launch(source, "--run_dir=run", command=command)
     assert job.end() == code
     assert f"[launch] worker-0 failed first: {cause}\n" in job.text

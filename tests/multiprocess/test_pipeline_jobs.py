@@ -114,7 +114,7 @@ def test_graphs_of_every_shape_are_trained_evaluated_and_saved(seen_by):
             np.testing.assert_allclose(again, seen["evaluated"][name][0], rtol=1e-4, err_msg=name)
 
 
-def test_two_pipelines_have_one_state(seen_by):
+def test_two_pipelines_have_the_same_state(seen_by):
     _, (first, *others) = seen_by("fits", 2, 4)
     assert len(others) == 3
     for seen in others:

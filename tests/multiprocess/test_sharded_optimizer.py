@@ -57,7 +57,7 @@ def test_sharding_does_not_change_the_checkpoints(seen_by):
         assert task["resumed"] == dict.fromkeys(task["resumed"], task["expected"])
 
 
-def test_refusals_and_the_file_of_a_model(seen_by):
+def test_unsupported_optimizers_are_refused_and_models_are_saved(seen_by):
     tasks = seen_by(2)["refusals"]
     assert [task["refused"] for task in tasks] == ["not-sharded"] * 2
     assert tasks[0]["file has the weights"]

@@ -224,7 +224,7 @@ def test_a_launcher_elsewhere_has_no_tasks(job):
     assert {task["host"] for task in report("run")["attempts"][0]["tasks"]} == {"beta"}
 
 
-def test_hosts_of_ipv6_tell_their_tasks_so(job, network):
+def test_tasks_of_ipv6_hosts_use_ipv6(job, network):
     addresses = {"alpha": "fd77::1", "beta": "fd77::2"}
     for host, address in addresses.items():
         network.on(host, "ip", "address", "add", f"{address}/64", "dev", "link0", "nodad")

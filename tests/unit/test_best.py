@@ -85,5 +85,5 @@ def test_the_best_line_is_better_by_min_delta(losses, best, since):
     assert found == (None if best is None else lines(*losses)[best], since)
 
 
-def test_more_may_be_better():
+def test_the_best_value_can_be_the_largest():
     assert best_so_far(lines(0.1, 0.3, 0.2), monitor="val_loss", less=False)[0]["step"] == 10

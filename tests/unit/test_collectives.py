@@ -107,7 +107,7 @@ def test_every_collective_gives_every_task_its_result(tasks, count, dtype):
             assert in_root is sum_in_root is None
 
 
-def test_a_mean_and_text(tasks):
+def test_collectives_handle_means_and_text(tasks):
     def call(rank):
         value = {"loss": 1.0 + rank, "half": np.array([rank], np.float16)}
         return tfdist.all_reduce(value, "mean"), tfdist.all_gather(["ué", "bc"][rank])

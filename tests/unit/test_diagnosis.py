@@ -30,7 +30,7 @@ OF_ITS_OWN = (
 
 
 @pytest.mark.parametrize("cause", [*LOST, *OF_ITS_OWN])
-def test_errors_of_a_lost_peer(cause):
+def test_errors_of_a_lost_peer_are_recognized(cause):
     assert is_lost_peer(cause) is (cause in LOST)
 
 

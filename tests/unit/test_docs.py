@@ -94,7 +94,7 @@ def test_pages_name_all_public_names_and_no_others():
         assert set(re.findall(r"`tfdist\.(\w+)", prose(page))) <= known, name_of(page)
 
 
-def test_the_reading_list_is_an_afternoons():
+def test_the_reading_list_takes_one_afternoon():
     text = (DOCS / "architecture.md").read_text().split("## The reading list")[1]
     files = [ROOT / name for name in re.findall(r"^\d+\. `([\w/]+\.py)`$", text, re.MULTILINE)]
     assert 0 < len(files) <= 13

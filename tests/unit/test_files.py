@@ -85,7 +85,7 @@ def test_a_private_file_is_readable_only_by_its_owner(tmp_path):
     assert json.loads(file.read_text()) == {}
 
 
-def test_a_file_system_without_fsync_of_directories_will_do(tmp_path, monkeypatch):
+def test_a_file_system_without_directory_fsync_is_accepted(tmp_path, monkeypatch):
     def refuse_directories(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -201,7 +201,7 @@ def test_a_planted_link_or_fifo_is_no_lock(tmp_path, make):
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_lock_neither_makes_its_directory_nor_locks_one(tmp_path):
+def test_a_lock_does_not_create_or_lock_directories(tmp_path):
     with pytest.raises(FileNotFoundError):
         FileLock(tmp_path / "no" / "lock").acquire()
     with pytest.raises(IsADirectoryError):

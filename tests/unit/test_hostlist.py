@@ -67,7 +67,7 @@ def test_an_invalid_node_list_names_the_variable(text):
 
 
 @given(st.text(alphabet="n1-9[],x 0", max_size=12))
-def test_any_text_is_expanded_to_names_or_refused(text):
+def test_any_text_is_a_host_list_or_refused(text):
     try:
         names = expand_hosts(text, where="X")
     except UsageError:

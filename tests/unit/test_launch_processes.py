@@ -193,7 +193,7 @@ def test_a_kernel_kill_of_a_fork_server_is_explained(tmp_path, monkeypatch):
         assert events[-1].cause.startswith(said)
 
 
-def test_a_sign_of_life_is_an_event(processes):
+def test_a_heartbeat_is_an_event(processes):
     said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None}
     waits = {"awaited": {"task": "worker-0", "since_s": 3.0, "is_first": False}}
     note = {"event": "beat", "task": "worker-0", "at_s": 4.5, **said, **waits}

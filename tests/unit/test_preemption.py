@@ -177,6 +177,6 @@ def test_in_a_program(program, code, said):
     assert re.fullmatch(said, done.stderr), done.stderr
 
 
-def test_it_is_whole_after_a_journey_between_processes():
+def test_a_stopped_exception_survives_pickling():
     stopped = pickle.loads(pickle.dumps(Stopped(signal.SIGUSR1, "stopped at step 3")))
     assert (stopped.signum, stopped.exit_code, str(stopped)) == (10, 143, "stopped at step 3")

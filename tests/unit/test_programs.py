@@ -35,7 +35,7 @@ def test_a_closed_output_is_no_error(words):
 
 
 @pytest.mark.parametrize("name", programs.PROGRAMS)
-def test_every_program_tells_its_flags(name):
+def test_every_program_lists_its_flags(name):
     done = python("-m", "tfdist", name, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"python -m tfdist.{name}" in done.stdout
@@ -210,7 +210,7 @@ def test_tfdist_works_without_extras_and_names_missing_ones(tmp_path):
 # Public names
 
 
-def test_a_name_that_is_close_is_hinted_at():
+def test_a_similar_name_is_suggested():
     with pytest.raises(AttributeError, match=r"no attribute 'brodcast' \(did you mean 'broad"):
         tfdist.brodcast  # noqa: B018
     assert not hasattr(tfdist, "nothing_like_it")

@@ -188,7 +188,7 @@ def damage_of(directory: Path) -> str:
 
 
 @pytest.mark.parametrize("change", FORGED.values(), ids=FORGED.keys())
-def test_a_forged_checkpoint_is_damaged_and_takes_no_memory(foreign, change):
+def test_a_forged_checkpoint_is_rejected_without_using_memory(foreign, change):
     forged(foreign, change)
     tracemalloc.start()
     said = damage_of(foreign)
