@@ -58,7 +58,7 @@ def browser(tmp_path_factory):
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("name", PAGES)
-def test_the_page_fits_and_says_nothing_on_the_console(browser, name, width, is_dark, tmp_path):
+def test_the_page_fits_without_console_messages(browser, name, width, is_dark, tmp_path):
     (tmp_path / "page.html").write_text(PAGES[name]())
     browser.open((tmp_path / "page.html").as_uri(), width=width, is_dark=is_dark)
     assert browser.run(_PROBE) == {
@@ -71,7 +71,7 @@ def test_the_page_fits_and_says_nothing_on_the_console(browser, name, width, is_
     assert browser.console == []
 
 
-def test_pointing_at_a_chart_shows_the_same_step_in_all_charts_of_steps(browser, tmp_path):
+def test_hovering_marks_the_same_step_in_all_step_charts(browser, tmp_path):
     (tmp_path / "page.html").write_text(PAGES["run"]())
     browser.open((tmp_path / "page.html").as_uri(), width=1280)
     shown = browser.run("""(() => {
@@ -94,7 +94,7 @@ def test_pointing_at_a_chart_shows_the_same_step_in_all_charts_of_steps(browser,
 
 
 @pytest.mark.parametrize("seconds", [7.3, 4000, 90_000])
-def test_labels_of_a_timeline_do_not_touch_on_a_telephone(browser, seconds, tmp_path):
+def test_timeline_labels_do_not_overlap_on_a_phone(browser, seconds, tmp_path):
     run = read_run(RUNS / "multiworker")
     first = dataclasses.replace(run.attempts[0], end=run.begin + seconds)
     html = render([dataclasses.replace(run, attempts=(first,))])
@@ -160,7 +160,7 @@ def followed(browser, tmp_path):
                 job.terminate()
 
 
-def test_an_open_page_follows_a_run_that_goes_on_until_it_is_over(followed):
+def test_an_open_page_follows_a_run_to_its_end(followed):
     browser, steps, job, server = followed
     assert browser.run("document.querySelector('main').dataset.state") == "going"
     assert browser.run("document.querySelector('.badge').textContent") == "running"
@@ -179,7 +179,7 @@ def test_an_open_page_follows_a_run_that_goes_on_until_it_is_over(followed):
     assert server.wait(DEADLINE_S) == EXIT_INTERRUPTED
 
 
-def test_a_page_whose_server_has_ended_says_so(followed):
+def test_a_page_shows_that_its_server_has_ended(followed):
     browser, _, _, server = followed
     server.send_signal(signal.SIGINT)
     assert server.wait(DEADLINE_S) == EXIT_INTERRUPTED

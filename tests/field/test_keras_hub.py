@@ -108,7 +108,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_trained_as_by_its_own_fit(strategies, name):
+def test_hub_models_train_like_under_keras(strategies, name):
     make, data = PROGRAMS[name]
     theirs, history = models.trained(None, make, **OPTIONS | data)
     ours, found = models.trained(strategies[2], make, **OPTIONS | data)
@@ -117,7 +117,7 @@ def test_trained_as_by_its_own_fit(strategies, name):
         np.testing.assert_allclose(found[key], values, rtol=1e-4, err_msg=key)
 
 
-def test_a_fit_of_the_scopes_model_reads_examples_by_index(strategies, monkeypatch):
+def test_model_fit_in_scope_reads_examples_by_index(strategies, monkeypatch):
     """Shuffled by the seed, where its own batches would come in their order.
 
     MLflow's autolog patches `keras.Model.fit`, and sees the call.
@@ -143,7 +143,7 @@ def test_a_fit_of_the_scopes_model_reads_examples_by_index(strategies, monkeypat
     assert one.evaluate(TEXTS, CLASSES, verbose=0) == tfdist.evaluate(other, TEXTS, CLASSES)
 
 
-def test_evaluated_and_predicted_as_by_its_own_methods(strategies):
+def test_hub_models_evaluate_and_predict_like_under_keras(strategies):
     theirs = bert()
     with strategies[2].scope():
         ours = bert()
@@ -167,7 +167,7 @@ def test_mlflow_predicts_in_one_task_of_several(strategies, monkeypatch):
     np.testing.assert_allclose(mlflow["signature"](model, TEXTS), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_method_of_that_name_beside_fit_of_keras_is_the_users(strategies):
+def test_preprocess_samples_of_a_users_model_is_not_called(strategies):
     class Own(keras.Sequential):
         def preprocess_samples(self, *data):
             raise NotImplementedError

@@ -56,7 +56,7 @@ def own_step(model, optimizer):
     return step
 
 
-def test_keras_23085_a_custom_loop_with_an_optimizer_that_has_variables(one, two):
+def test_keras_23085_a_custom_loop_with_optimizer_variables_trains(one, two):
     """The traced loop had no value for a placeholder; one line says to build, and it trains.
 
     https://github.com/keras-team/keras/issues/23085
@@ -99,7 +99,7 @@ class Rates(keras.callbacks.Callback):
         self.rates.append(self.model.optimizer.learning_rate.numpy())
 
 
-def test_keras_22010_a_run_interrupted_within_an_epoch_goes_on_at_its_rate(two, tmp_path):
+def test_keras_22010_an_interrupted_run_resumes_within_an_epoch(two, tmp_path):
     """How to go on from the middle of an epoch, at its rate, was asked; the bits are the same.
 
     https://github.com/keras-team/keras/issues/22010
@@ -122,7 +122,7 @@ def test_keras_22010_a_run_interrupted_within_an_epoch_goes_on_at_its_rate(two, 
     assert train("cut") == (weights, history, rates[2:])
 
 
-def test_keras_20712_a_model_that_is_not_built_is_backed_up_and_resumed(tmp_path):
+def test_keras_20712_an_unbuilt_model_is_saved_and_resumed(tmp_path):
     """A model had to be built before it was backed up; `fit` builds it, and goes on where it was.
 
     https://github.com/keras-team/keras/issues/20712, with the example of Keras' own page.

@@ -27,7 +27,7 @@ def flow():
     return runpy.run_path(str(WORKFLOW))
 
 
-def test_the_task_runs_on_interruptible_instances_and_is_tried_again(flow):
+def test_the_task_runs_on_interruptible_instances_with_retries(flow):
     metadata = flow["train"].metadata
     assert (metadata.interruptible, metadata.retries) == (True, 3)
     assert flow["train"].container_image == "registry.example.org/tfdist:1.0"
@@ -55,7 +55,7 @@ def test_an_interrupted_task_saves_and_the_next_one_resumes(flow, tmp_path):
     assert accuracy == summary["metrics"]["val_accuracy"]
 
 
-def test_a_mistake_is_not_tried_again(flow, tmp_path):
+def test_a_usage_error_is_not_retried(flow, tmp_path):
     with pytest.raises(Exception, match="the job has a mistake") as told:
         flow["digits"](run_dir=str(tmp_path), workers=0)
     assert not isinstance(told.value, FlyteException)

@@ -52,7 +52,7 @@ def apply(transform, images=IMAGES, *, ids=IDS, epoch=EPOCHS, seed=SEED):
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
-def test_one_by_one_in_a_graph_and_in_any_slice_equals_the_batch_bit_for_bit(transform):
+def test_single_images_and_slices_equal_the_batch_exactly(transform):
     signature = [tf.TensorSpec([None, 6, 5, 3], tf.uint8)] + [tf.TensorSpec([None], tf.int64)] * 2
 
     @tf.function(input_signature=signature)
@@ -67,7 +67,7 @@ def test_one_by_one_in_a_graph_and_in_any_slice_equals_the_batch_bit_for_bit(tra
         assert np.array_equal(in_graph(IMAGES[cut], IDS[cut], EPOCHS[cut]), whole[cut])
 
 
-def test_draws_and_pixels_are_those_of_every_version():
+def test_draws_and_pixels_do_not_change_between_versions():
     """A checkpoint resumes with the augmentation it was written with."""
     draws = draws_for("RandomCrop", example_ids=np.arange(6), epoch=2, seed=5, position=1)
     assert draws.below(1000, index=0).numpy().tolist() == [120, 997, 354, 661, 166, 781]
@@ -109,7 +109,7 @@ def test_normalisation_joins_to_one_product_and_sum():
     np.testing.assert_allclose(found, (images - images.mean()) / images.std(), rtol=1e-4, atol=1e-5)
 
 
-def test_scaling_is_that_of_the_layers_of_keras():
+def test_scaling_equals_the_layers_of_keras():
     adapted = keras.layers.Normalization()
     adapted.adapt(IMAGES.astype(np.float32))
     given = {"mean": [1.0, 2.0, 3.0], "variance": [4.0, 5.0, 6.0]}
@@ -127,14 +127,14 @@ def test_scaling_is_that_of_the_layers_of_keras():
 
 
 @pytest.mark.parametrize("kind", [RandomCrop, RandomFlip])
-def test_a_seed_of_a_transform_replaces_that_of_the_run(kind):
+def test_a_seed_of_a_transform_replaces_the_run_seed(kind):
     options = {"padding": 2} if kind is RandomCrop else {}
     found = apply(kind(seed=7, **options), seed=SEED)
     assert np.array_equal(found, apply(kind(**options), seed=7))
     assert not np.array_equal(found, apply(kind(**options), seed=SEED))
 
 
-def test_what_is_not_the_image_passes_unchanged_and_a_user_s_own_transform_takes_part():
+def test_other_inputs_stay_unchanged_and_custom_transforms_compose():
     x = {"image": IMAGES, "meta": LABELS}
     batch = (x, LABELS, np.ones(32))
     chain = Compose([RandomFlip("horizontal")], key="image")
@@ -158,7 +158,7 @@ def test_what_is_not_the_image_passes_unchanged_and_a_user_s_own_transform_takes
     )
 
 
-def test_evaluation_leaves_out_what_is_random():
+def test_evaluation_skips_random_transforms():
     plain = for_evaluation(TRANSFORMS["all"])
     expected = Compose(
         [Rescaling(1 / 255), Normalization(mean=[0.4, 0.5, 0.6], variance=[0.04, 0.09, 0.16])]
@@ -205,11 +205,11 @@ def test_evaluation_leaves_out_what_is_random():
         ),
     ],
 )
-def test_mistakes_are_told(act, where, code):
+def test_invalid_transforms_are_refused(act, where, code):
     assert refused(act) == (where, code)
 
 
-def test_images_of_a_size_that_is_not_known_are_not_smaller_than_the_window():
+def test_images_of_unknown_size_below_the_window_are_rejected():
     @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.uint8)])
     def cropped(images):
         crop = RandomCrop(6, 5)
@@ -222,7 +222,7 @@ def test_images_of_a_size_that_is_not_known_are_not_smaller_than_the_window():
         apply(RandomCrop(9, 9))
 
 
-def test_a_model_is_built_for_the_size_that_a_transform_leaves():
+def test_the_model_is_built_for_the_transformed_size():
     model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(2)])
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     crop = RandomCrop(4, 3)

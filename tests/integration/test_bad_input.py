@@ -51,7 +51,7 @@ def of_pixels(strategy):
     return sequential(strategy, layer, inputs=(4, 1), loss="sparse_categorical_crossentropy")
 
 
-def test_a_setting_of_another_strategy_is_told(strategies, caplog):
+def test_a_setting_of_another_strategy_warns(strategies, caplog):
     """A script keeps its settings under every strategy."""
     settings = tfdist.Run(max_staleness=3, sharded_optimizer=True)
     fit(linear(strategies[1]), X, Y, callbacks=[settings])
@@ -79,7 +79,7 @@ OPTIONS = {
     ("code", "name", "value"),
     [(code, *option) for code, options in OPTIONS.items() for option in options],
 )
-def test_an_option_that_cannot_be_is_named(strategies, code, name, value):
+def test_an_invalid_option_is_named(strategies, code, name, value):
     assert refused(lambda: fit(linear(strategies[1]), X, Y, **{name: value})) == (name, code)
 
 
@@ -93,7 +93,7 @@ def test_numpy_integers_are_numbers(strategies, tmp_path):
         assert fit(linear(strategies[1]), X, Y, **options).epoch == [0, 1]
 
 
-def test_no_epochs_is_a_run_of_nothing(strategies):
+def test_zero_epochs_leave_the_model_unchanged(strategies):
     model = linear(strategies[2])
     before = model.get_weights()
     assert fit(model, X, Y, epochs=0).history == {}
@@ -128,7 +128,7 @@ MODELS = {
 @pytest.mark.parametrize(
     ("code", "act"), [(code, act) for code, (_, acts) in MODELS.items() for act in acts]
 )
-def test_what_is_no_model_to_train_is_refused(strategies, code, act):
+def test_untrainable_models_are_refused(strategies, code, act):
     model = MODELS[code][0](strategies[1])
     assert refusal(lambda: ACTS[act](model)).code == code
 
@@ -160,7 +160,7 @@ def test_a_call_in_the_models_own_scope_works(strategies):
 
 @pytest.mark.parametrize("act", [*BY_STEPS, "load_weights", "StepLoop"])
 @pytest.mark.parametrize("kind", ["mirrored", "multiworker", "ps"])
-def test_a_task_that_made_no_strategy_does_not_train_by_itself(monkeypatch, act, kind):
+def test_a_task_without_make_strategy_does_not_train_alone(monkeypatch, act, kind):
     hosts = {"worker": ["a:2222", "b:2222"]}
     if kind == "ps":
         hosts |= {"chief": ["c:2222"], "ps": ["d:2222"]}
@@ -175,7 +175,7 @@ def test_a_task_that_made_no_strategy_does_not_train_by_itself(monkeypatch, act,
 
 
 @pytest.mark.parametrize("kind", ["multiworker", "pipeline"])
-def test_a_task_that_made_no_strategy_does_not_speak_to_itself(monkeypatch, kind):
+def test_barrier_and_broadcast_without_make_strategy_are_refused(monkeypatch, kind):
     workers = {"worker": ["a:2222", "b:2222"]}
     task = {"type": "worker", "index": 1}
     config = {"cluster": workers, "task": task, "tfdist": {"strategy": kind}}
@@ -275,7 +275,7 @@ ON_ONE = {
 
 
 @pytest.mark.parametrize("what", ON_ONE)
-def test_what_one_replica_alone_can_do_is_refused_on_several(strategies, what):
+def test_single_replica_features_are_refused_on_several_replicas(strategies, what):
     make, data, where, code = ON_ONE[what]
     logs = fit(make(strategies[1]), *data).history
     assert np.isfinite([*logs.values()]).all()
@@ -402,7 +402,7 @@ def test_it_is_refused(strategies, where, code, act):
     assert refused(lambda: act(strategies)) == (where, code)
 
 
-def test_data_without_targets_are_enough_where_the_layers_alone_have_losses(strategies):
+def test_data_without_targets_suffice_if_layers_have_losses(strategies):
     layer = functools.partial(keras.layers.ActivityRegularization, 1.0)
     assert fit(sequential(strategies[2], layer, loss=None), X).history["loss"][0] > 0
 
@@ -446,7 +446,7 @@ def test_empty_data_are_refused(strategies, kind):
         assert refusal(call).code in ("no-data", "no-examples", "lengths-differ")
 
 
-def test_steps_without_a_batch_size_divide_the_data_as_under_keras(strategies):
+def test_steps_without_a_batch_size_divide_data_like_keras(strategies):
     keras.utils.set_random_seed(1)
     ours, theirs = (linear(strategies[1]) for _ in range(2))
     theirs.set_weights(ours.get_weights())
@@ -515,7 +515,7 @@ BROKEN = {"type": "Broken[3]", "empty": "Broken[3]", "error": "a file that is no
 
 @pytest.mark.parametrize("act", ["fit", "predict"])
 @pytest.mark.parametrize("kind", BROKEN)
-def test_what_reading_a_batch_raises_is_raised(strategies, kind, act):
+def test_an_error_while_reading_a_batch_is_raised(strategies, kind, act):
     """TensorFlow gives its text, in an error of many lines, and would cut fractions."""
     model = linear(strategies[2])
     with pytest.raises(KeyError if kind == "error" else UsageError) as caught:
@@ -523,7 +523,7 @@ def test_what_reading_a_batch_raises_is_raised(strategies, kind, act):
     assert BROKEN[kind] in str(caught.value)
 
 
-def test_a_loss_that_is_not_finite_is_warned_of_once_and_the_run_goes_on(strategies, caplog):
+def test_a_non_finite_loss_warns_once_and_training_continues(strategies, caplog):
     for kind in ("nan", "inf"):
         y = Y.copy()
         y[3] = float(kind)
@@ -632,7 +632,7 @@ def said_by(program, **variables):
     ],
     ids=["all", "after an operation", "an evaluator", "elastic"],
 )
-def test_what_make_strategy_makes_and_refuses(program, expected):
+def test_make_strategy_creates_or_refuses_a_strategy(program, expected):
     assert said_by(program)[0] == expected
 
 
@@ -648,7 +648,7 @@ ask(elastic=True, min_workers=1, communication_options=options)
 
 
 @pytest.mark.parametrize(("value", "lines"), [("1", 1), ("0", 0)])
-def test_make_strategy_says_that_tf_keras_is_keras_2(value, lines):
+def test_make_strategy_warns_of_keras_2_as_tf_keras(value, lines):
     program = "ask(strategy='single')\nask(strategy='single')"
     said, errors = said_by(program, TF_USE_LEGACY_KERAS=value)
     assert said == ["made", "made"]

@@ -38,7 +38,7 @@ def two_and_two():
     return model
 
 
-def test_lists_of_inputs_and_outputs_and_inside_examples_from_python(strategies):
+def test_lists_as_inputs_outputs_and_examples_train_as_keras(strategies):
     ours, _ = trained(strategies[2], two_and_two, Lists(), validation_data=Lists(), epochs=3)
     theirs = [X[:18], X[::-1][:18]], [Y[:18], 2 * Y[:18]]
     theirs, _ = trained(None, two_and_two, *theirs, batch_size=6, epochs=3)
@@ -138,7 +138,7 @@ class WithoutCall(keras.Model):
         (WithoutCall, (1, 2)),
     ],
 )
-def test_predictions_by_a_step_of_ones_own(strategies, make, replicas):
+def test_predictions_by_a_custom_step_equal_one_device(strategies, make, replicas):
     theirs, *found = predictions(strategies, make, X, replicas=replicas, batch_size=6)
     for ours in found:
         assert set(ours) == set(theirs)

@@ -867,7 +867,7 @@ def test_replicas_end_alike(strategies, cell):
     require_alike(strategies, CELLS[cell])
 
 
-def test_a_layer_that_nothing_has_built_is_refused(strategies):
+def test_an_unbuilt_layer_is_refused(strategies):
     with strategies[1].scope():
         model = compiled(Halves, unbuilt=True)
     error = refusal(lambda: tfdist.predict(model, GUIDE_X))

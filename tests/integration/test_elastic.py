@@ -69,7 +69,7 @@ def test_a_task_that_joins_compares_its_own_values():
     assert of_all_tasks(job, [1.0, 3.0], of="data").tolist() == [[1.0, 2.0], [1.0, 3.0]]
 
 
-def test_data_that_end_early_name_a_member_that_ended_and_one_that_did_not():
+def test_an_early_end_of_data_names_two_members():
     def tasks_ended_after(end, *, in_tasks, members):
         absent = [index for index in range(4) if index not in members]
         ring = mock.Mock(spec=Mesh, absent=absent, lost="")
@@ -93,7 +93,7 @@ EARLY = {
 }
 
 
-def test_a_task_that_joins_runs_no_early_operation_that_needs_the_others(monkeypatch):
+def test_a_joining_task_runs_no_early_collective_operation(monkeypatch):
     monkeypatch.setattr(jobs, "_made", [])
     launcher, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with launcher, end:
@@ -125,7 +125,7 @@ class Second(First):
     pass
 
 
-def test_a_successor_takes_no_state_of_a_class_with_another_number_of_callbacks(caplog):
+def test_a_successor_skips_states_if_the_callback_count_differs(caplog):
     job = types.SimpleNamespace(is_chief=False, name="worker-1", ring=None)
     succession = Succession(job)
     succession.take({"epoch": 0, "step": 0, "states": {"First-0": 1, "First-1": 2, "Second-0": 3}})
@@ -141,6 +141,6 @@ def test_shards_end_alike(elastic, cell):
 
 
 @pytest.mark.parametrize("cell", [c for c in REFUSED if c in table.CELLS])
-def test_other_cells_are_refused(elastic, cell):
+def test_unsupported_cells_are_refused_in_elastic_jobs(elastic, cell):
     one = dataclasses.replace(table.CELLS[cell], replicas=(3,))
     assert refused(lambda: table.require_alike(elastic, one))[1] == REFUSED[cell]

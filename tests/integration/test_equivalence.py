@@ -129,7 +129,7 @@ def test_batch_statistics_are_the_same_on_every_replica(strategies):
     assert np.abs(normalized.moving_mean.numpy()).max() > 0
 
 
-def test_statistics_in_half_precision_are_those_of_one_device(strategies):
+def test_half_precision_statistics_equal_one_device(strategies):
     """Thirds do not sum to 1 there: step by step a moving mean faded."""
     means = []
     for replicas in (1, 3):

@@ -87,7 +87,7 @@ def test_the_last_checkpoint_is_evaluated_written_down_and_kept(tmp_path):
     assert len(files.lines()) == 1
 
 
-def test_what_another_run_has_put_in_place_of_the_checkpoints_is_evaluated(tmp_path):
+def test_replaced_checkpoints_of_another_run_are_evaluated(tmp_path):
     class Watch(Future):
         looks = 0
 
@@ -107,7 +107,7 @@ def test_what_another_run_has_put_in_place_of_the_checkpoints_is_evaluated(tmp_p
     assert lines[0][0]["val_loss"] != lines[1][0]["val_loss"]
 
 
-def test_a_kill_before_the_line_leaves_the_best_to_be_done_again(tmp_path, monkeypatch):
+def test_a_kill_before_the_line_repeats_the_best_evaluation(tmp_path, monkeypatch):
     def kill(self, lines):
         raise KeyboardInterrupt
 
@@ -122,7 +122,7 @@ def test_a_kill_before_the_line_leaves_the_best_to_be_done_again(tmp_path, monke
 
 
 @pytest.mark.parametrize("what", ["gone", "damaged"])
-def test_no_other_checkpoint_is_taken_for_one_that_cannot_be_read(tmp_path, monkeypatch, what):
+def test_an_unreadable_checkpoint_is_not_replaced_by_another_one(tmp_path, monkeypatch, what):
     train(tmp_path)
     if what == "damaged":
         name = CheckpointStore(tmp_path).newest_name()
@@ -169,7 +169,7 @@ def cut_after(step):
 
 @pytest.mark.parametrize("done", [5, 9], ids=["at an epoch's end", "inside an epoch"])
 @pytest.mark.parametrize("by", ["its file", "another task"])
-def test_a_resumed_run_that_is_asked_to_stop_keeps_its_weights(
+def test_a_resumed_run_stopped_by_evaluation_keeps_its_weights(
     tmp_path, in_chief, monkeypatch, done, by
 ):
     folder = tmp_path / "checkpoints"
@@ -190,7 +190,7 @@ def test_a_resumed_run_that_is_asked_to_stop_keeps_its_weights(
     assert train_as_chief(folder)[2] == 4  # not in the training: it can go on
 
 
-def test_a_run_that_was_ended_stays_so_and_one_that_was_over_can_be_made_longer(tmp_path, in_chief):
+def test_stopped_runs_stay_stopped_and_finished_runs_can_extend(tmp_path, in_chief):
     files = Evaluations(tmp_path / "ended")
     asking = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: files.ask_to_stop({}))
     made, looking, ended = train_as_chief(tmp_path / "ended", asking)
@@ -223,13 +223,13 @@ def refused_in_evaluator(*callbacks, **options):
         lambda: tfdist.BackupAndRestore("x", best="val_loss"),
     ],
 )
-def test_what_needs_the_validation_at_an_epochs_end_is_refused(tmp_path, callback):
+def test_callbacks_that_need_epoch_end_validation_are_refused(tmp_path, callback):
     callbacks = tfdist.BackupAndRestore(tmp_path), callback()
     found = refused_in_evaluator(*callbacks, validation_data=(X, Y))
     assert found == ("callbacks", "unsupported-monitor")
 
 
-def test_what_goes_by_the_training_is_not_refused(tmp_path):
+def test_callbacks_that_watch_the_training_are_not_refused(tmp_path):
     others = keras.callbacks.EarlyStopping("loss"), tfdist.ModelCheckpoint(tmp_path / "x.keras")
     assert evaluate(tmp_path / "c", *others, exit_code=75)[1] == 75
 
@@ -245,6 +245,6 @@ def test_an_evaluator_without_anything_to_evaluate_is_refused(tmp_path):
     assert where == f"weights in {tmp_path / 'c'}"  # of another model
 
 
-def test_an_evaluator_among_the_callbacks_of_a_job_without_one_is_told(tmp_path, caplog):
+def test_an_evaluator_callback_without_an_evaluator_task_warns(tmp_path, caplog):
     tfdist.fit(model(), X, Y, verbose=0, callbacks=[tfdist.Evaluator(patience=3)])
     assert "this job has no evaluator: start it with --evaluator" in caplog.text

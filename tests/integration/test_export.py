@@ -98,7 +98,7 @@ def trained(strategies):
     return model
 
 
-def test_a_model_of_two_replicas(trained, tmp_path):
+def test_a_model_of_two_replicas_is_exported(trained, tmp_path):
     place = tfdist.export_model(trained, tmp_path)
     assert place == tmp_path / "cnn" / "1"
     wanted = tfdist.predict(trained, IMAGES, verbose=0)
@@ -114,7 +114,7 @@ def test_a_model_of_two_replicas(trained, tmp_path):
     assert (request.model_spec.name, list(request.inputs)) == ("cnn", ["image"])
 
 
-def test_what_is_in_the_directory_already(trained, tmp_path, monkeypatch):
+def test_an_export_respects_existing_content_of_the_directory(trained, tmp_path, monkeypatch):
     for name in (
         "m/7",
         f"full/{2**63 - 1}",
@@ -157,7 +157,7 @@ def test_inputs_and_outputs_keep_their_names_in_any_order(tmp_path):
     np.testing.assert_allclose(found["x"], model([*asked.values()])[1], atol=1e-6)
 
 
-def test_inputs_without_names_have_the_same_names_in_each_export(tmp_path, warnings):
+def test_unnamed_inputs_have_the_same_names_in_each_export(tmp_path, warnings):
     """Keras names them by a counter of the process, and by another one in a file."""
 
     def one():
@@ -201,7 +201,7 @@ def of_texts(masked):
     ],
     ids=["one", "equal", "small", "integers", "texts", "masked"],
 )
-def test_a_model_that_goes_by_its_batch_is_found_out(make, samples, by_example, tmp_path):
+def test_a_model_that_depends_on_its_batch_is_detected(make, samples, by_example, tmp_path):
     """Else requests of several clients share a batch, and each gets what depends on the others."""
     model = make()
     if samples is not None:
@@ -218,7 +218,7 @@ def test_a_model_in_bfloat16_answers_in_float32(tmp_path):
     np.testing.assert_array_equal(call(place, x=asked)["y"], np.float32(model(asked)))
 
 
-def test_a_subclassed_model_with_a_dict_of_inputs(tmp_path):
+def test_a_subclassed_model_with_named_inputs_is_exported(tmp_path):
     model = Halves()
     x = {"left": RNG.rand(6, 5).astype("float32"), "right": RNG.rand(6, 3).astype("float32")}
     x["names"] = np.array([*"abcdef"], object)
@@ -261,7 +261,7 @@ def test_answers_that_differ_are_not_published(tmp_path, step, layer, text):
     assert not files_in(tmp_path)
 
 
-def test_a_model_that_is_not_built_or_that_keras_cannot_save(tmp_path, strategies):
+def test_an_unbuilt_or_unsaveable_model_is_refused(tmp_path, strategies):
     unbuilt = keras.Sequential([layers.Dense(2)])
     assert refusal(lambda: tfdist.export_model(unbuilt, tmp_path)).code == "not-built"
     inputs = [keras.Input((3,), name=name) for name in ("a-b", "a_b")]  # in a signature
@@ -293,7 +293,7 @@ def test_a_model_that_is_not_built_or_that_keras_cannot_save(tmp_path, strategie
     assert (caught.where, caught.code) == ("export_model", "not-saveable")
 
 
-def test_the_program_with_a_file_and_with_checkpoints(tmp_path, capsys):
+def test_the_export_program_reads_files_and_checkpoints(tmp_path, capsys):
     model = line()
     model.compile("sgd", "mse")
     model.save(tmp_path / "line.keras")
@@ -321,7 +321,7 @@ def test_the_program_with_a_file_and_with_checkpoints(tmp_path, capsys):
     assert "the run has no best checkpoint" in capsys.readouterr().err
 
 
-def test_each_new_one_is_published_and_a_failure_ends_nothing(caplog):
+def test_later_failures_do_not_stop_publishing_new_versions(caplog):
     """What has come until the end too; the first failure ends it."""
     found = iter([None, "1", "1", "2", TfdistError("stale"), TfdistError("stale"), "3", "4"])
     done, pauses = [], iter([False] * 6 + [True])
@@ -352,14 +352,12 @@ def until_eof(monkeypatch):
     return ("--follow", "--until_eof")
 
 
-def test_a_source_that_is_not_there_yet_is_waited_for(tmp_path, until_eof, caplog):
+def test_export_waits_for_a_missing_source(tmp_path, until_eof, caplog):
     assert export.main([str(tmp_path / "none"), str(tmp_path), *until_eof]) == 0
     assert "none does not exist yet" in caplog.text
 
 
-def test_a_checkpoint_is_published_once_until_the_run_is_begun_anew(
-    tmp_path, monkeypatch, until_eof
-):
+def test_a_checkpoint_is_published_once_until_the_run_restarts(tmp_path, monkeypatch, until_eof):
     """Also where it comes between the look at the one before and the export."""
     newest_in, before = exports.newest_in, iter(["1:1.5"])
 
@@ -409,7 +407,7 @@ def test_a_version_is_written_to_a_url(tmp_path, monkeypatch):
         tfdist.export_model(model, url)
 
 
-def test_what_a_layer_has_learned_by_adapt_is_published_or_refused(tmp_path):
+def test_adapted_layers_are_published_or_refused(tmp_path):
     values = (RNG.randn(16, 3) * 5 + 20).astype("float32")
     scale, look_up = layers.Normalization(), layers.StringLookup(output_mode="one_hot")
     scale.adapt(values)
@@ -452,6 +450,6 @@ def test_what_a_layer_has_learned_by_adapt_is_published_or_refused(tmp_path):
         (["a.keras", "out", "--samples", "none.npy"], "no-file"),
     ],
 )
-def test_a_wrong_command_line(words, code, tmp_path, monkeypatch):
+def test_invalid_export_commands_are_refused(words, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refusal(lambda: export._export(words)).code == code

@@ -39,7 +39,7 @@ def strategy(request, strategies):
     return strategies[request.param]
 
 
-def test_the_model_is_afterwards_what_it_was_to_the_bit(strategy):
+def test_finding_a_rate_leaves_the_model_unchanged(strategy):
     model = make(strategy, momentum=0.9)
     tfdist.fit(model, X, Y, batch_size=16, verbose=0, seed=3)
     before, optimizer = bits(model, strategy), model.optimizer
@@ -63,7 +63,7 @@ def without_draws(strategy):
     return model
 
 
-def test_the_losses_are_those_of_a_training_with_these_rates_on_any_number_of_replicas(strategies):
+def test_losses_equal_a_training_on_any_number_of_replicas(strategies):
     found = [
         tfdist.find_learning_rate(
             without_draws(strategies[replicas]), X, Y, 16, lowest=1e-2, highest=1.0, steps=10
@@ -86,7 +86,7 @@ def test_the_losses_are_those_of_a_training_with_these_rates_on_any_number_of_re
     np.testing.assert_allclose(losses, means, rtol=1e-4)
 
 
-def test_a_schedule_is_there_again(strategy):
+def test_finding_a_rate_restores_the_schedule(strategy):
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
     model = make(strategy, rate=schedule)
     tfdist.find_learning_rate(model, X, Y, 16, steps=10)
@@ -140,7 +140,7 @@ def test_an_error_leaves_no_trace(strategy, monkeypatch):
     assert ended.value.code == 130
 
 
-def test_what_cannot_be_is_refused(strategies):
+def test_invalid_arguments_are_refused(strategies):
     model = make(strategies[1])
 
     def find(**options):
@@ -154,7 +154,7 @@ def test_what_cannot_be_is_refused(strategies):
     assert (found.suggestion, found.diverged) == (None, True)
 
 
-def test_a_child_that_runs_out_of_memory_leaves_this_process_alone(strategies, monkeypatch):
+def test_a_child_without_memory_leaves_the_parent_running(strategies, monkeypatch):
     from tfdist.find import batch_size
 
     monkeypatch.setattr(batch_size, "available_bytes", lambda: 100 << 20)  # less than TensorFlow
@@ -176,7 +176,7 @@ def losses_of_a_usual_test() -> list[float]:
     ]
 
 
-def test_the_suggestion_is_where_the_loss_falls_fastest(tmp_path):
+def test_the_suggested_rate_has_the_steepest_loss(tmp_path):
     assert smoothed([3.0] * 5, smoothing=0.9) == pytest.approx([3.0] * 5)
     found = read(RATES, losses_of_a_usual_test(), smoothing=0.0)
     assert found.steepest == pytest.approx(1e-3, rel=0.3)
@@ -188,12 +188,12 @@ def test_the_suggestion_is_where_the_loss_falls_fastest(tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_suggestion_is_no_more_than_a_tenth_of_the_rate_of_the_lowest_loss():
+def test_suggested_rates_are_at_most_a_tenth_of_best():
     losses = [2.0] * 40 + [2.0 - 0.1 * n * n for n in range(1, 5)] + [9.0] * 17
     assert read(RATES, losses, smoothing=0.0).suggestion == pytest.approx(RATES[43] / 10)
 
 
-def test_a_loss_that_never_falls_suggests_nothing():
+def test_a_loss_that_never_falls_has_no_suggestion():
     found = read(RATES, [1.0 + n for n in range(61)], smoothing=0.0)
     assert (found.suggestion, found.steepest) == (None, None)
     assert "never fell" in str(found)

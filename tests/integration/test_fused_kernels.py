@@ -121,7 +121,7 @@ FUSED = {
 
 
 @pytest.mark.parametrize("what", FUSED)
-def test_outputs_gradients_and_statistics_are_those_of_keras(what):
+def test_outputs_gradients_and_statistics_equal_keras(what):
     make, shape, kernels = FUSED[what]
     data = IMAGES if kernels == BATCH_NORM else PADDED if kernels == ATTENTION else WORDS
     x = np.resize(data, shape or IMAGES.shape)
@@ -173,7 +173,7 @@ KERAS_WAY = {
 
 
 @pytest.mark.parametrize("what", KERAS_WAY)
-def test_all_else_goes_keras_way(what):
+def test_other_layers_use_the_code_of_keras(what):
     make, x, *given = KERAS_WAY[what]
     options = given[0] if given else {}
     expected, stock = computed(make(), x, fused=False, **options)
@@ -186,7 +186,7 @@ def test_all_else_goes_keras_way(what):
     np.testing.assert_equal([*map(np.asarray, found)], [*map(np.asarray, expected)])
 
 
-def test_a_batch_of_one_number_has_no_variance():
+def test_a_batch_of_one_value_has_no_variance():
     x = np.full((1, 1, 1, 2), 3.0, "float32")
     found, kernels = computed(Batch(momentum=0.0), x, fused=True)
     assert kernels
@@ -202,7 +202,7 @@ def graph_of(layer, spec):
     return tf.function(step, autograph=False).get_concrete_function(spec).graph.get_operations()
 
 
-def test_lengths_that_are_not_known_go_keras_way():
+def test_unknown_lengths_use_the_code_of_keras():
     for shape, fused in (([None, 7], True), ([None, None], False), ([None, 3, None], False)):
         kinds = {o.type for o in graph_of(GELU(), tf.TensorSpec(shape, tf.float32))}
         assert (kinds >= XLA) == fused
@@ -344,13 +344,13 @@ def test_steps_end_with_the_weights_and_statistics_of_keras(strategies, make, re
         np.testing.assert_equal(fitted(strategy, True, **options), found)  # the bits
 
 
-def test_on_a_device_of_its_own_a_layer_gives_the_bits_of_one_device(strategies, kernels):
+def test_a_layer_on_its_own_device_gives_identical_bits(strategies, kernels):
     placed = PlacedStrategy("/CPU:0", {"batch_normalization": "CPU:1"})
     np.testing.assert_equal(fitted(placed, True), fitted(strategies[1], True))
     assert kernels
 
 
-def test_keras_own_training_is_as_it_was(strategies, kernels):
+def test_other_calls_use_no_fused_kernels(strategies, kernels):
     model = compiled(strategies[1], convolutions)
     tfdist.fit(model, X, Y, batch_size=8, verbose=0, fused_kernels=True)
     count = len(kernels)

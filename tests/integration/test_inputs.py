@@ -115,7 +115,7 @@ def test_every_kind_equals_keras_on_one_device(kind, strategies, by_keras):
         np.testing.assert_allclose(history.history["loss"], expected, rtol=1e-5)
 
 
-def test_a_pass_to_count_batches_is_told_in_a_warning(strategies, caplog):
+def test_a_pass_to_count_batches_warns(strategies, caplog):
     """It comes before the first step, where Keras makes none."""
 
     def said():
@@ -150,7 +150,7 @@ def read_by(strategy, x, *, class_weight=None, **length):
     return [np.concatenate([replica.data[part] for replica in step]) for step in steps]
 
 
-def test_devices_of_a_task_share_one_order_of_a_function_of_input_context(strategies):
+def test_devices_of_a_task_share_one_input_context_order(strategies):
     def shuffled(context):
         rows = tf.data.Dataset.from_tensor_slices((np.arange(48), Y[:48])).shuffle(48)
         return rows.batch(context.get_per_replica_batch_size(8))
@@ -160,7 +160,7 @@ def test_devices_of_a_task_share_one_order_of_a_function_of_input_context(strate
     assert first.tolist() != second.tolist()
 
 
-def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies):
+def test_each_example_of_a_stream_has_its_own_id(strategies):
     """Else what stands at one place of a batch is augmented alike in every step."""
     seen = []
 
@@ -183,7 +183,7 @@ def test_each_example_of_a_stream_is_transformed_by_an_id_of_its_own(strategies)
         assert len(seen) == len(set(seen)) >= 48
 
 
-def test_a_batch_without_an_example_is_a_step_as_under_keras(strategies):
+def test_an_empty_batch_is_a_step_as_under_keras(strategies):
     def batches():
         for first, last in ((0, 5), (5, 5), (5, 20)):
             yield X[first:last], Y[first:last]
@@ -212,7 +212,7 @@ def test_evaluate_and_predict_see_every_example_once(kind, strategies):
 @pytest.mark.parametrize(
     "packed", [lambda x: (x, x[:, :1]), lambda x: x, lambda x: {"x": x}], ids=["pair", "x", "dict"]
 )
-def test_a_stream_that_is_read_again_says_on_the_way_that_this_goes_on(strategies, packed):
+def test_rereading_a_stream_reports_progress(strategies, packed):
     said = []
 
     def batches():
@@ -234,9 +234,7 @@ def test_a_stream_that_is_read_again_says_on_the_way_that_this_goes_on(strategie
     assert 3 <= len(set(said[:41])) <= 4
 
 
-def test_pydataset_hooks_are_called_between_passes_and_where_a_run_goes_on_within_one(
-    strategies, tmp_path
-):
+def test_pydataset_hooks_run_between_passes_and_on_resume(strategies, tmp_path):
     def passes(**options):
         data = Batches()
         train(strategies[1], data, **options)
@@ -259,7 +257,7 @@ def test_a_pydataset_that_changes_its_length_is_refused(strategies):
     assert told.problem == "on_epoch_end changes the number of batches from 7 to 13"
 
 
-def test_steps_of_an_epoch_are_whole_batches_that_go_on_from_pass_to_pass(strategies):
+def test_steps_of_an_epoch_continue_across_passes(strategies):
     # The seventh step has the last example and the first seven of the next pass.
     steps, _ = train(strategies[1], X, Y, batch_size=8, steps_per_epoch=7, shuffle=False)
     again = [np.concatenate([part, part])[:56] for part in (X, Y)]
@@ -267,7 +265,7 @@ def test_steps_of_an_epoch_are_whole_batches_that_go_on_from_pass_to_pass(strate
     assert difference(steps, passes) < 1e-6
 
 
-def test_shuffling_batches_shuffles_examples_and_those_of_python_alike(strategies):
+def test_shuffling_batches_shuffles_arrays_and_python_examples_alike(strategies):
     examples, _ = train(strategies[1], X, Y, batch_size=8, epochs=2)
     batches, _ = train(strategies[1], X, Y, batch_size=8, epochs=2, shuffle="batch")
     assert difference(batches, examples) == 0
@@ -284,7 +282,7 @@ def test_overfitting_sees_the_first_batches_only(kind, strategies):
     assert difference(few, other) < 1e-6
 
 
-def test_virtual_epochs_do_not_cut_batches_that_come_ready(strategies):
+def test_virtual_epochs_do_not_cut_ready_batches(strategies):
     thirty = tfdist.VirtualEpochs(30, 2)
     told = refusal(lambda: train(strategies[1], dataset(), virtual_epochs=thirty))
     assert told.code == "cut-batches"

@@ -144,13 +144,13 @@ def with_batches(strategies, tmp_path_factory):
     return Run(*models, path, calls, [])
 
 
-def test_history_is_that_of_keras(strategies, without_batches):
+def test_history_equals_keras(strategies, without_batches):
     for ours, theirs in (both(strategies[1], lambda _: []), without_batches[:2]):
         assert_same_history(ours.history, theirs.history)
         assert ours.history.params == theirs.history.params
 
 
-def test_a_second_fit_goes_on_from_the_first(strategies):
+def test_a_second_fit_continues_the_first(strategies):
     ours, theirs = make_model(strategies[2]), make_model()
     for epochs, initial in ((2, 0), (3, 2)):
         options = OPTIONS | {"epochs": epochs, "initial_epoch": initial}
@@ -160,7 +160,7 @@ def test_a_second_fit_goes_on_from_the_first(strategies):
     assert one.epoch == [2]
 
 
-def test_validation_freq_is_that_of_keras(strategies):
+def test_validation_freq_equals_keras(strategies):
     for freq in (2, [1, 3]):
         ours, theirs = both(strategies[1], lambda _: [], validation_freq=freq, validation_steps=1)
         assert_same_history(ours.history, theirs.history)
@@ -180,7 +180,7 @@ def _shown(text):
 
 
 @pytest.mark.parametrize("verbose", [2, "auto"])
-def test_the_progress_bar_shows_what_keras_shows(strategies, capsys, verbose):
+def test_the_progress_bar_equals_the_bar_of_keras(strategies, capsys, verbose):
     model = make_model(strategies[2])
     tfdist.fit(model, X, Y, **(OPTIONS | {"verbose": verbose}))
     ours = _shown(capsys.readouterr().out)
@@ -210,7 +210,7 @@ def test_evaluate_and_predict_show_their_progress(strategies, capsys):
     assert f"{STEPS}/{STEPS}" in capsys.readouterr().out
 
 
-def test_what_decides_over_epochs_and_rates_takes_effect_as_under_keras(strategies):
+def test_stoppers_and_schedulers_act_as_under_keras(strategies):
     stoppers = {}
 
     def make(whose):
@@ -234,7 +234,7 @@ def test_what_decides_over_epochs_and_rates_takes_effect_as_under_keras(strategi
     assert ours.optimizer.iterations.numpy() == 3 * STEPS
 
 
-def test_a_learning_rate_set_in_a_batch_hook_holds_from_the_next_batch(strategies):
+def test_a_rate_from_a_batch_hook_applies_next_batch(strategies):
     class Warmup(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             self.model.optimizer.learning_rate = 0.01 * (batch + 1)
@@ -243,7 +243,7 @@ def test_a_learning_rate_set_in_a_batch_hook_holds_from_the_next_batch(strategie
     assert difference(ours, theirs) < 1e-6
 
 
-def test_a_learning_rate_under_loss_scaling_is_that_of_the_inner_optimizer(strategies):
+def test_a_rate_under_loss_scaling_sets_the_inner_optimizer(strategies):
     with strategies[2].scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         inner = keras.optimizers.SGD(0.05)
@@ -254,7 +254,7 @@ def test_a_learning_rate_under_loss_scaling_is_that_of_the_inner_optimizer(strat
 
 
 @pytest.mark.parametrize("run", ["without_batches", "with_batches"])
-def test_callbacks_that_write_write_what_keras_writes(request, run):
+def test_file_writing_callbacks_produce_the_files_of_keras(request, run):
     run = request.getfixturevalue(run)
     ours, theirs = (written(run.path / whose) for whose in ("ours", "theirs"))
     assert list(ours) == list(theirs)
@@ -300,7 +300,7 @@ def assert_same_calls(ours, theirs):
             np.testing.assert_allclose(value, other[-1][name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_callback_with_every_hook_gets_the_calls_of_keras(with_batches):
+def test_every_hook_gets_the_calls_of_keras(with_batches):
     assert_same_calls(*(with_batches.calls[whose] for whose in ("ours", "theirs")))
 
 
@@ -322,7 +322,7 @@ def test_batch_hooks_run_once_in_steps_per_execution(strategies, tmp_path):
     assert saves.store.steps() == [10, 12, 15][-len(saves.store.steps()) :]
 
 
-def test_in_every_hook_a_task_says_that_it_runs_code_of_the_programs_own(strategies):
+def test_a_task_in_any_hook_reports_the_callback_phase(strategies):
     """Where one hangs in its hook, it is told from those that wait for it."""
     doing = {}
     hooks = [name for name in HOOKS if "predict" not in name]
@@ -345,7 +345,7 @@ def test_in_every_hook_a_task_says_that_it_runs_code_of_the_programs_own(strateg
         lambda _: keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None),
     ],
 )
-def test_a_batch_hook_added_to_a_callback_of_keras_sees_every_batch(strategies, tmp_path, base):
+def test_a_batch_hook_in_a_subclass_sees_every_batch(strategies, tmp_path, base):
     seen, callback = [], base(tmp_path)
 
     class Mine(type(callback)):
@@ -361,7 +361,7 @@ def test_a_batch_hook_added_to_a_callback_of_keras_sees_every_batch(strategies, 
     assert seen == list(range(STEPS))
 
 
-def test_training_stops_where_a_batch_hook_asks(strategies):
+def test_a_batch_hook_can_stop_the_training(strategies):
     class Stop(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if self.model.optimizer.iterations.numpy() == STEPS + 2:
@@ -396,7 +396,7 @@ class StopAndLook(StopAsItBegins):
 @pytest.mark.parametrize(
     ("stop", "batches"), [(StopInTheSecondBatch, 2), (StopAsItBegins, 1), (StopAndLook, 1)]
 )
-def test_evaluation_and_prediction_stop_where_a_hook_asks(strategies, stop, batches):
+def test_a_hook_can_stop_evaluation_and_prediction(strategies, stop, batches):
     model, examples = make_model(strategies[2]), batches * BATCH_SIZE
     options = {"batch_size": BATCH_SIZE, "verbose": 0, "callbacks": [stop()]}
     exact = tfdist.evaluate(model, X[:examples], Y[:examples], verbose=0)

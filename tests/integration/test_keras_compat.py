@@ -125,7 +125,7 @@ def test_stock_replicas_drop_the_same_units(strategies):
 
 
 @shows("keras.src.random.seed_generator.global_seed_generator")
-def test_stock_replicas_have_no_generator_in_common(strategies):
+def test_stock_replicas_share_no_generator(strategies):
     found = [seed_generator.global_seed_generator()]
     strategies[2].run(lambda: found.append(threading.get_ident()) or None)
     threads = set(found[1:])
@@ -225,13 +225,13 @@ OF_TWO_REPLICAS = {
 
 @shows(*OF_TWO_REPLICAS)
 @pytest.mark.parametrize("target", OF_TWO_REPLICAS)
-def test_stock_replicas_compute_something_else(strategies, target):
+def test_stock_replicas_compute_other_values(strategies, target):
     compute, values = OF_TWO_REPLICAS[target]
     assert per_replica(strategies[2], compute) == values
 
 
 @shows("keras.src.losses.loss.reduce_values")
-def test_stock_sums_do_not_know_the_share(strategies):
+def test_stock_sums_ignore_the_batch_fraction(strategies):
     """What the tape weights by the share, as it weights means, would not be the sum."""
     loss = keras.losses.MeanSquaredError(reduction="sum")
     ones, zeros = tf.ones([4, 1]), tf.zeros([4, 1])
@@ -245,7 +245,7 @@ def test_stock_sums_do_not_know_the_share(strategies):
 
 
 @shows("GradientTape.gradient")
-def test_stock_tapes_add_up_what_a_step_would_take_for_a_mean():
+def test_stock_tapes_sum_losses_instead_of_averaging():
     weight = tf.Variable(1.0)
     with tf.GradientTape() as tape:
         losses = weight * tf.ones([4])
@@ -253,7 +253,7 @@ def test_stock_tapes_add_up_what_a_step_would_take_for_a_mean():
 
 
 @shows("Layer.add_loss", "Layer._get_own_losses", "Layer._clear_losses")
-def test_stock_replicas_have_the_losses_of_a_layer_in_common(strategies):
+def test_stock_replicas_share_the_losses_of_a_layer(strategies):
     """The second replica calls the layer while the first one waits for it, before it reads."""
 
     class Adds(keras.layers.Layer):
@@ -307,7 +307,7 @@ def test_stock_replicas_make_metrics_of_compile_of_their_own(strategies):
 
 
 @shows("Metric.__getattribute__", "Sum.update_state")
-def test_stock_metrics_are_a_part_in_each_replica_and_count_its_numbers(strategies):
+def test_stock_metrics_are_separate_in_each_replica(strategies):
     with strategies[2].scope():
         total = keras.metrics.Sum()
 
@@ -328,7 +328,7 @@ def test_stock_clips_before_it_reduces(strategies):
 
 
 @shows("LossScaleOptimizer.apply", "LossScaleOptimizer._tf_apply")
-def test_stock_loss_scaling_looks_at_the_first_replica_alone(strategies):
+def test_stock_loss_scaling_checks_only_the_first_replica(strategies):
     def scaled():
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05))
 
@@ -393,7 +393,7 @@ OF_OTHER_WORKERS = {
 
 @shows(*OF_OTHER_WORKERS)
 @pytest.mark.parametrize("target", OF_OTHER_WORKERS)
-def test_stock_loss_scaling_does_not_know_of_other_workers(target):
+def test_stock_loss_scaling_ignores_other_workers(target):
     compute, stock, mine = OF_OTHER_WORKERS[target]
     assert (compute(traced=False), compute(traced=True)) == (stock, mine)
 
@@ -434,7 +434,7 @@ def updated(optimizer, *, traced):
 
 @shows("SGD.update_step")
 @pytest.mark.parametrize("optimizer", list(UPDATES))
-def test_stock_updates_write_one_by_one(optimizer):
+def test_stock_updates_write_each_variable_separately(optimizer):
     stock, writes = updated(UPDATES[optimizer](), traced=False)
     assert writes == len(stock) - 1  # all but the learning rate
     mine, writes = updated(UPDATES[optimizer](), traced=True)
@@ -478,7 +478,7 @@ def after_step_26_came_first(optimizer):
     "BaseOptimizer._get_current_learning_rate",
 )
 @pytest.mark.parametrize("method", list(FIRST))
-def test_stock_optimizers_have_one_count(method, monkeypatch):
+def test_stock_optimizers_share_one_step_count(method, monkeypatch):
     monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     stock, optimizer, mine = FIRST[method]
     assert after_step_26_came_first(optimizer()) == pytest.approx(mine)
@@ -487,7 +487,7 @@ def test_stock_optimizers_have_one_count(method, monkeypatch):
 
 
 @shows("Variable.constraint")
-def test_stock_constraints_go_by_way_of_the_worker(monkeypatch):
+def test_stock_constraints_run_on_the_worker(monkeypatch):
     monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     for traced, device in ((False, ""), (True, "CPU:1")):
         with tf.device("/CPU:1"):
@@ -502,7 +502,7 @@ def test_stock_constraints_go_by_way_of_the_worker(monkeypatch):
 
 
 @shows("Muon._apply_weight_decay")
-def test_stock_muon_writes_what_the_step_has_read(monkeypatch):
+def test_stock_muon_writes_values_read_by_the_step(monkeypatch):
     monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     results = []
     for traced in (False, True):
@@ -551,13 +551,13 @@ def accumulated(*, traced):
     "BaseOptimizer._backend_reset_gradient_accumulators",
     "TFOptimizer._backend_increment_gradient_accumulators",
 )
-def test_stock_sums_of_gradients_lose_what_others_add_meanwhile(monkeypatch):
+def test_stock_gradient_sums_lose_concurrent_additions(monkeypatch):
     monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     assert accumulated(traced=False) == (-1.0, 0.0, ["AssignVariableOp"])
     assert accumulated(traced=True) == (-1.0, 5.0, ["AssignAddVariableOp"])
 
 
-def test_a_sum_of_gradients_that_was_not_finite_begins_anew(monkeypatch):
+def test_a_non_finite_gradient_sum_starts_again(monkeypatch):
     """As clipping makes an update of it, and the run goes on."""
     monkeypatch.setattr(ps_compat, "server_of", lambda variable: 0)
     weight = keras.Variable([0.0, 0.0])
@@ -607,7 +607,7 @@ def test_a_fit_keeps_no_graph(strategies, replicas):
 
 
 @shows(f"{nn.__name__}._compute_moments_sync")
-def test_stock_synchronized_statistics_count_who_stands_in_for_an_empty_share(strategies):
+def test_stock_synchronized_statistics_count_padding_examples(strategies):
     def mean(*, traced):
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         with step_of(traced=traced, num_replicas=2, examples=1 - replica):
@@ -651,14 +651,14 @@ def test_stock_statistics_drift_apart(strategies):
     ],
     ids=["batches", "layers", "gelu", "product", "attention"],
 )
-def test_stock_has_no_kernel_of_its_own(layer, shape, kinds):
+def test_stock_layers_have_no_fused_kernel(layer, shape, kinds):
     found = kinds_of(layer, tf.ones(shape))
     assert kinds <= set(found)
     assert not any(kind.startswith("FusedBatchNorm") for kind in found)
 
 
 @shows("Dense.call")
-def test_stock_adds_the_bias_to_a_product_of_another_shape():
+def test_stock_adds_the_bias_to_a_reshaped_product():
     dense = tf.function(keras.layers.Dense(6), autograph=False)
     graph = dense.get_concrete_function(tf.ones([2, 3, 4])).graph
     (added,) = (one for one in graph.get_operations() if one.type == "BiasAdd")
@@ -681,7 +681,7 @@ def test_stock_adds_in_three_operations(name, shape):
 
 
 @shows("Variable.value")
-def test_stock_keeps_either_all_variables_to_a_step_or_none():
+def test_stock_keeps_all_variables_to_a_step_or_none():
     """Metrics stay with a worker's step while weights go to the ps: StatelessScope takes both."""
     metric, weight = keras.Variable(1.0), keras.Variable(1.0)
     with StatelessScope(state_mapping=[(metric, tf.constant(5.0))]) as scope:
@@ -693,7 +693,7 @@ def test_stock_keeps_either_all_variables_to_a_step_or_none():
 
 
 @shows("tensorflow.python.distribute.values._on_write_update_replica")
-def test_stock_writes_of_a_replica_cannot_stand_inside_a_condition(strategies):
+def test_stock_replica_writes_fail_inside_a_condition(strategies):
     with strategies[2].scope():
         variable = tf.Variable(1.0, aggregation=tf.VariableAggregation.SUM)
 
@@ -706,7 +706,7 @@ def test_stock_writes_of_a_replica_cannot_stand_inside_a_condition(strategies):
 
 
 @shows("StrategyExtendedV1._use_merge_call")
-def test_stock_updates_go_through_merge_call(strategies):
+def test_stock_updates_use_merge_call(strategies):
     assert strategies[2].extended._use_merge_call()
     ps = parameter_server_strategy_v2.ParameterServerStrategyV2Extended
     assert ps._use_merge_call(object.__new__(ps))
@@ -745,13 +745,13 @@ def by_addn(terms):
 
 
 @shows("tensorflow.python.ops.gen_math_ops.add_n")
-def test_stock_sums_begin_with_what_nothing_else_holds():
+def test_stock_sums_start_with_values_not_used_elsewhere():
     """By the time they are made, which goes by the threads; here by what the function returns."""
     assert sums(tf.function, by_addn) == sums(tf.function, sum) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(("add", "total"), [(tf.add_n, 1.0), (sum, 0.0)], ids=["add_n", "sum"])
-def test_a_sum_of_several_goes_by_their_order(add, total):
+def test_a_sum_follows_the_order_of_its_terms(add, total):
     """As Python adds, and of add_n from the last to the first."""
     assert sums(keras_compat.compiled, add) == [total, total]
 
@@ -770,7 +770,7 @@ def gradient_of_a_pool(*, traced):
 
 
 @shows("tensorflow.python.ops.gen_nn_ops.max_pool_grad")
-def test_a_pool_is_computed_again_beside_its_gradient_in_a_function(monkeypatch):
+def test_a_pool_is_recomputed_beside_its_gradient(monkeypatch):
     """oneDNN's kernel for the gradient needs both in one graph, and a loop may part them."""
     monkeypatch.setattr(keras_compat.kernels, "_has_pool", lambda dtype: True)
     kinds = [node.op for node in gradient_of_a_pool(traced=False).node]
@@ -785,7 +785,7 @@ def test_a_pool_is_computed_again_beside_its_gradient_in_a_function(monkeypatch)
     assert gradient.input[1].startswith(f"{pool.name}:")
 
 
-def test_every_replacement_has_its_test_and_names_what_it_works_around():
+def test_every_replacement_has_a_test_and_an_issue():
     targets = [replacement.target for replacement in keras_compat.REPLACEMENTS]
     assert sorted(targets) == sorted(SHOWN)
     where = r"https://github\.com/(keras-team/keras|tensorflow/tensorflow)/(issues/\d+$|blob/v)"
@@ -858,7 +858,7 @@ def test_outside_a_step_stock_keras_computes_the_same_bits(strategies):
     assert namespace["reference"](strategies[2]) == json.loads(ran.stdout)
 
 
-def test_a_step_changes_nothing_for_other_threads():
+def test_a_step_does_not_affect_other_threads():
     generator = keras.random.SeedGenerator(3)
     seen = []
     with keras_compat.tracing(trace()):
@@ -870,14 +870,14 @@ def test_a_step_changes_nothing_for_other_threads():
     assert generator.state.numpy().tolist() == [3, 1]
 
 
-def test_a_step_that_fails_leaves_stock_keras_behind():
+def test_a_failed_step_restores_stock_keras():
     with pytest.raises(LookupError), keras_compat.tracing(trace()):
         raise LookupError
     generator = keras.random.SeedGenerator(3)
     assert [generator.next().numpy().tolist() for _ in range(2)] == [[3, 0], [3, 1]]
 
 
-def test_keras_fit_goes_on_with_what_tfdist_trained(strategies):
+def test_keras_fit_continues_a_model_trained_by_tfdist(strategies):
     for strategy in (None, strategies[1]):
         model = make_model(strategy or tf.distribute.get_strategy(), lambda: keras.optimizers.SGD())
         tfdist.fit(model, X, Y, batch_size=4, verbose=0)
@@ -899,7 +899,7 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
-def test_a_variable_of_several_replicas_is_a_number_as_that_of_one(strategies, dtype):
+def test_a_variable_of_several_replicas_converts_to_a_number(strategies, dtype):
     def made(replicas):
         with strategies[replicas].scope():
             return keras.Variable(1.25, dtype=dtype, trainable=False)
@@ -915,7 +915,7 @@ def test_a_variable_of_several_replicas_is_a_number_as_that_of_one(strategies, d
             number(vector)
 
 
-def test_stock_variables_of_several_replicas_are_no_numbers():
+def test_stock_variables_of_several_replicas_cannot_become_numbers():
     """`convert_variables_to_numbers` has added these methods: TensorFlow has none of its own."""
     for name in ("__complex__", "__float__", "__int__"):
         assert getattr(DistributedVariable, name) is getattr(BaseResourceVariable, name)

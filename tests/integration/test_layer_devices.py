@@ -77,7 +77,7 @@ def device_of(variable):
     return int(variable.value.device.rpartition(":")[2])
 
 
-def test_bits_and_logs_are_those_of_one_device(strategies):
+def test_bits_and_logs_equal_one_device(strategies):
     alone, model = words(strategies[1]), words(placed())
     assert fitted(alone) == fitted(model)
     assert bits(alone) == bits(model)
@@ -96,7 +96,7 @@ def assert_on_devices(model):
     assert len(slots) == 3 * len(model.trainable_variables)
 
 
-def test_forward_and_backward_passes_are_on_the_device_of_the_layer():
+def test_both_passes_run_on_the_device_of_the_layer():
     """All of the operations of a layer and its gradients, in the loop of a layer too; updates."""
     strategy = placed()
     model = words(strategy)
@@ -131,7 +131,7 @@ def test_forward_and_backward_passes_are_on_the_device_of_the_layer():
         assert found[True, name] == {device}, name
 
 
-def test_a_run_goes_on_with_and_without_a_placement(strategies, tmp_path):
+def test_a_run_resumes_with_and_without_a_placement(strategies, tmp_path):
     """Of one with a step of its own, whose loss is scaled."""
     one, several = strategies[1], placed(["embed"])
     whole = own_steps(one)
@@ -241,7 +241,7 @@ def test_each_device_computes_its_part_of_the_batch():
         assert products == {(n, back): {n + 1} for n in (0, 1) for back in (False, True)}
 
 
-def test_a_layer_that_needs_the_whole_batch_is_not_divided():
+def test_a_layer_that_needs_the_whole_batch_stays_undivided():
     class Adds(L.Dense):
         def call(self, x):
             self.add_loss(keras.ops.mean(x))

@@ -45,7 +45,7 @@ def test_each_example_of_each_pass_is_consumed_once(
     assert seen_by_pass(tmp_path) == passes
 
 
-def test_a_record_that_is_missing_changed_or_doubled_is_found(strategies, tmp_path):
+def test_a_missing_changed_or_duplicate_record_is_found(strategies, tmp_path):
     fit(make(strategies[1]), tmp_path / "run")
     (path,) = (tmp_path / "run").iterdir()
     head, *lines = path.read_text().splitlines()

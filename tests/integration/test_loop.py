@@ -83,7 +83,7 @@ def fit(*callbacks, model=None, epochs=1):
     return tfdist.fit(model or made(), x, x[:, :1], **options).history
 
 
-def test_a_block_goes_on_only_where_nobody_looks_at_its_end(engine):
+def test_a_block_continues_unless_a_callback_needs_its_end(engine):
     fit(Looking(engine))
     found = {last: goes_on for _, last, goes_on in engine.blocks}
     assert any(found.values())
@@ -91,7 +91,7 @@ def test_a_block_goes_on_only_where_nobody_looks_at_its_end(engine):
 
 
 @pytest.mark.parametrize("how", ["signal", "callback"])
-def test_nothing_is_under_way_when_a_training_is_stopped(engine, monkeypatch, how):
+def test_no_step_is_pending_when_a_training_is_stopped(engine, monkeypatch, how):
     asked = [0.0] * len(SIGNALS)
     monkeypatch.setattr(StopRequests, "slots", lambda requests: asked)
 
@@ -112,7 +112,7 @@ def test_nothing_is_under_way_when_a_training_is_stopped(engine, monkeypatch, ho
     assert engine.steps_under_way == 0
 
 
-def test_logs_are_empty_while_no_step_of_the_epoch_is_done(engine):
+def test_logs_are_empty_before_the_first_step_ends(engine):
     """They would be those of the epoch before, and its metrics are 0 by now."""
     looking = Looking(engine)
     engine.left = lambda first, last: last - 40 if first >= 40 else 1  # its first steps take long
@@ -124,7 +124,7 @@ def test_logs_are_empty_while_no_step_of_the_epoch_is_done(engine):
     assert told[-1] == (40, {"done": 80})
 
 
-def test_a_wrong_label_in_a_step_that_was_under_way_is_told_in_one_line(engine):
+def test_a_wrong_label_in_flight_is_one_line(engine):
     def finish(program):
         said = "Received a label value of 7 which is outside the valid range of [0, 3).  Label"
         raise tf.errors.InvalidArgumentError(None, None, said)
@@ -140,7 +140,7 @@ def cut(*_):
     raise Cut
 
 
-def test_what_is_under_way_is_let_go_when_a_callback_raises(monkeypatch):
+def test_pending_steps_are_dropped_if_a_callback_raises(monkeypatch):
     release = []
     monkeypatch.setattr(SynchronousEngine, "close", lambda engine: release.append(engine))
     with pytest.raises(Cut):
@@ -148,7 +148,7 @@ def test_what_is_under_way_is_let_go_when_a_callback_raises(monkeypatch):
     assert release
 
 
-def test_state_that_an_engine_keeps_itself_is_saved_and_restored(engine, tmp_path):
+def test_state_kept_by_an_engine_is_saved_and_restored(engine, tmp_path):
     """As one would whose optimizer is in shards: the bias counts the steps, and is kept apart."""
     model, kept = made(), [0.0]
     run = engine.run
@@ -196,7 +196,7 @@ class FirstAndLast(Columns):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_metrics_of_any_shape_are_results(strategies, replicas):
+def test_metrics_of_any_shape_are_returned(strategies, replicas):
     with strategies[replicas].scope():
         metrics = [Columns("columns"), FirstAndLast("some"), keras.metrics.Sum(name="sum")]
 
@@ -226,7 +226,7 @@ def ready(*, counted=(), num_totals=0):
     return work
 
 
-def test_what_a_step_returns_comes_from_a_ps_worker_in_its_shape():
+def test_ps_step_results_keep_their_shapes():
     """Among totals and stalenesses, as one vector."""
     work = ready(num_totals=2)
     returned = {"table": tf.ones([2, 2]), "each": tf.constant([5, 6, 7]), "loss": tf.constant(0.5)}
@@ -241,7 +241,7 @@ def test_what_a_step_returns_comes_from_a_ps_worker_in_its_shape():
     assert work.logs["each"].dtype == np.float32
 
 
-def test_what_a_step_returns_of_a_shape_that_is_not_known_is_refused_under_ps():
+def test_ps_step_results_of_unknown_shape_are_refused():
     work = ready()
 
     @tf.function(input_signature=[tf.TensorSpec([None])], autograph=False)
@@ -252,7 +252,7 @@ def test_what_a_step_returns_of_a_shape_that_is_not_known_is_refused_under_ps():
     assert (error.where, error.code) == ("step", "unknown-shape")
 
 
-def test_counts_go_on_by_the_step_until_somebody_changes_them():
+def test_step_counts_continue_until_the_program_changes_them():
     count = tf.Variable(5, dtype=tf.int64)
     work = ready(counted=[count])
     work.count_from(2)

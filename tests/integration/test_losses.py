@@ -38,7 +38,7 @@ def test_a_loss_whose_shape_does_not_tell_is_refused(strategies, make):
 # What is warned of
 
 
-def test_several_means_in_one_tensor_are_warned_of_once(strategies, warnings):
+def test_several_means_in_one_tensor_warn_once(strategies, warnings):
     make = of(parts=lambda: [L.Dense(1), TwoMeans()], loss="mse", rate=0.001)
     for _ in range(2):
         trained(strategies[2], make, X, Y, batch_size=8)
@@ -137,7 +137,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize("what", WARNED)
-def test_what_replicas_see_for_themselves_is_warned_of_once(strategies, warnings, what):
+def test_losses_that_depend_on_the_replicas_batch_warn_once(strategies, warnings, what):
     make, batch_size, expected = WARNED[what]
     for replicas in (1, 2):
         trained(strategies[replicas], make, X[:48], Y[:48], batch_size=batch_size, epochs=1)

@@ -68,7 +68,7 @@ class Judges(keras.callbacks.Callback):
         self.found.append(float(self.model.predict(X, batch_size=7, verbose=0).sum()))
 
 
-def test_model_fit_and_tfdist_fit_train_to_the_same_bits(make, tmp_path):
+def test_both_fits_train_to_the_same_bits(make, tmp_path):
     options = {"batch_size": 16, "epochs": 2, "verbose": 0, "validation_data": (X[:9], Y[:9])}
     judges = Judges(), Judges()
     theirs, ours = make(), make()
@@ -156,7 +156,7 @@ BY_KERAS = {
 
 
 @pytest.mark.parametrize("name", BY_KERAS)
-def test_keras_own_loop_trains_in_one_process_and_says_so(make, blocks, caplog, tmp_path, name):
+def test_training_by_the_loop_of_keras_warns_once(make, blocks, caplog, tmp_path, name):
     options, data = BY_KERAS[name]
     model = make(**options)
     warn_once.cache_clear()
@@ -167,7 +167,7 @@ def test_keras_own_loop_trains_in_one_process_and_says_so(make, blocks, caplog, 
     assert sum("uses Keras' own loop, because of" in r.message for r in caplog.records) == 1
 
 
-def test_a_call_of_one_batch_is_that_of_one_device(make):
+def test_one_batch_calls_equal_one_device(make):
     model, other = make(rate=0.0), compiled(rate=0.0)
     assert model.train_on_batch(X[:4], Y[:4]) == other.train_on_batch(X[:4], Y[:4])
     for name, data in (("test_on_batch", (X[:4], Y[:4])), ("predict_on_batch", (X[:4],))):
@@ -186,7 +186,7 @@ def ours_beside_keras(path):
     ]
 
 
-def test_callbacks_of_tfdist_are_refused_where_keras_trains(make, tmp_path):
+def test_callbacks_of_tfdist_are_refused_if_keras_trains(make, tmp_path):
     outside = compiled()
     for callback in ours_beside_keras(tmp_path):
         error = refusal(lambda c=callback: outside.fit(X, Y, verbose=0, callbacks=[c]))
@@ -228,7 +228,7 @@ def test_settings_of_a_run_are_given_once(make):
         assert refused(call) == ("callbacks", "exclusive")
 
 
-def test_an_eager_model_is_refused_with_settings_of_a_run(make):
+def test_an_eager_model_with_run_settings_is_refused(make):
     model = make(run_eagerly=True)
     call = lambda: model.fit(X, Y, callbacks=[tfdist.Run(seed=1)])  # noqa: E731
     assert refused(call) == ("tfdist.fit", "eager")
@@ -238,7 +238,7 @@ def test_an_eager_model_is_refused_with_settings_of_a_run(make):
     ("kind", "chief", "says"),
     [("multiworker", "worker", "each task trains its own"), ("ps", "chief", "only the chief")],
 )
-def test_a_model_outside_the_scope_of_a_job_of_several_tasks_is_told(
+def test_a_model_outside_the_scope_warns_in_large_jobs(
     kind, chief, says, strategies, monkeypatch, caplog
 ):
     others = {"chief": ["c:1"], "ps": ["d:1"]} if kind == "ps" else {}
@@ -254,9 +254,7 @@ def test_a_model_outside_the_scope_of_a_job_of_several_tasks_is_told(
     assert says in line
 
 
-def test_a_single_step_of_a_pipeline_is_refused_without_advice_that_it_refuses(
-    strategies, monkeypatch
-):
+def test_a_single_step_of_a_pipeline_is_refused(strategies, monkeypatch):
     monkeypatch.setattr(job, "_made", [])
     model = InScope(strategies[1], "pipeline")()
     error = refusal(lambda: model.train_on_batch(X[:4], Y[:4]))
@@ -302,7 +300,7 @@ def test_a_fit_for_each_epoch_traces_once(make, monkeypatch):
     np.testing.assert_array_equal(model.layers[-1].get_weights()[0], before[0])
 
 
-def test_a_kept_program_computes_what_a_new_one_does(make):
+def test_a_kept_program_computes_like_a_new_one(make):
     found = []
     for keeps in (True, False):
         model = make()
@@ -315,7 +313,7 @@ def test_a_kept_program_computes_what_a_new_one_does(make):
     assert found[0] == found[1]
 
 
-def test_sparse_and_ragged_arrays_are_for_keras_own_loop(strategies, monkeypatch, blocks):
+def test_sparse_and_ragged_arrays_use_the_keras_loop(strategies, monkeypatch, blocks):
     monkeypatch.setattr(job, "_made", [])
     model = InScope(strategies[1], "single")()
     history = model.fit(scipy.sparse.csr_matrix(X), Y, verbose=0)
@@ -326,7 +324,7 @@ def test_sparse_and_ragged_arrays_are_for_keras_own_loop(strategies, monkeypatch
     assert routing._reason_for_keras(model, {"x": X, "validation_data": (X, Y)}) is None
 
 
-def test_a_fast_development_run_does_some_batches_and_writes_nothing(make, blocks, tmp_path):
+def test_a_fast_development_run_writes_no_files(make, blocks, tmp_path):
     seen = []
 
     class Looks(keras.callbacks.Callback):
@@ -377,7 +375,7 @@ def steps_of(run_dir):
     return [line["step"] for line in RunDirectory(run_dir).read_metrics()]
 
 
-def test_a_fit_per_epoch_continues_the_steps_of_the_file(strategies, monkeypatch, tmp_path):
+def test_a_fit_per_epoch_continues_the_step_numbers(strategies, monkeypatch, tmp_path):
     model = in_run_dir(strategies, monkeypatch, tmp_path / "run")
     for epoch in range(3):
         model.fit(X, Y, batch_size=10, epochs=epoch + 1, initial_epoch=epoch, verbose=0)
@@ -392,9 +390,7 @@ def test_a_fit_per_epoch_continues_the_steps_of_the_file(strategies, monkeypatch
     assert steps_of(tmp_path / "run") == [2]
 
 
-def test_a_callback_of_its_own_that_writes_the_file_is_the_only_one(
-    strategies, monkeypatch, tmp_path
-):
+def test_a_custom_metrics_callback_replaces_the_default_writer(strategies, monkeypatch, tmp_path):
     class Own(keras.callbacks.Callback):
         writes_metrics = True
 
@@ -404,9 +400,7 @@ def test_a_callback_of_its_own_that_writes_the_file_is_the_only_one(
     assert steps_of(tmp_path / "run") == []
 
 
-def test_a_probe_measures_without_the_first_block_and_ends_the_program(
-    strategies, monkeypatch, tmp_path
-):
+def test_a_probe_skips_the_first_block_and_ends(strategies, monkeypatch, tmp_path):
     seconds, validated = itertools.count(), []
     made = functools.partial(metrics_file.Probe, clock=lambda: float(next(seconds)))
     monkeypatch.setattr(metrics_file, "Probe", made)

@@ -150,13 +150,13 @@ def step_of():
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("number", [1, 2])
-def test_stages_have_the_losses_gradients_and_statistics_of_the_whole_model(step_of, name, number):
+def test_stages_have_the_gradients_and_statistics_of_the_model(step_of, name, number):
     assert_same(step_of(name, number), step_of(name, 0))
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_is_kept_a_step_is_the_same(step_of, name, way):
+def test_stored_activations_do_not_change_a_step(step_of, name, way):
     number, options = WAYS[way]
     found, expected = trained(MODELS[name][0], CUTS[name][number], **options), step_of(name, number)
     assert_same(found, expected, bits="schedule" in options)
@@ -164,7 +164,7 @@ def test_whatever_is_kept_a_step_is_the_same(step_of, name, way):
         np.testing.assert_equal((found[0], found[2]), (expected[0], expected[2]))
 
 
-def test_models_inside_are_whole_where_layers_would_have_one_name():
+def test_inner_models_stay_whole_if_layer_names_repeat():
     x = keras.Input((4,))
     towers = [
         keras.Sequential([keras.Input((4,)), L.Dense(3, name="same")], name=name) for name in "ab"
@@ -174,14 +174,14 @@ def test_models_inside_are_whole_where_layers_would_have_one_name():
 
 
 @pytest.mark.parametrize("keep", ["tape", "recompute", "nothing"])
-def test_stages_take_the_fused_kernel_as_the_whole_model_does(step_of, keep):
+def test_stages_use_the_fused_kernel_like_the_whole_model(step_of, keep):
     by_keras, expected = step_of("residual", 0), trained(residual, [], fused=True)
     assert_same(trained(residual, ["conv0"], keep=keep, others="tape", fused=True), expected)
     assert_same(expected, by_keras)
     assert any((expected[1][path] != by_keras[1][path]).any() for path in by_keras[1])
 
 
-def test_a_stage_has_segments_as_far_as_they_save_memory():
+def test_a_stage_has_segments_if_they_save_memory():
     layers = [L.Dense(100, name=f"dense{i}") for i in range(6)]
     model = keras.Sequential([keras.Input((100,)), *layers])
     (many,) = segmented(model, [], kept=0)
@@ -210,7 +210,7 @@ def test_the_model_is_as_it_was_after_a_cut(name, tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
-def test_places_are_those_where_no_variable_is_on_both_sides():
+def test_no_variable_is_on_both_sides_of_a_place():
     x = keras.Input((4,))
     twice = L.Dense(4, name="twice")
     y = twice(L.Dense(4, name="before")(x))
@@ -247,7 +247,7 @@ def stateful(*, inside):
         (lambda: stages_of(several(), ["second", "second"]), "empty-stage"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(mistake, code):
+def test_impossible_cuts_are_refused(mistake, code):
     assert refusal(mistake).code == code
 
 
@@ -259,7 +259,7 @@ def test_what_cannot_be_cut_is_refused(mistake, code):
         {"keep": "nothing"},
     ],
 )
-def test_options_that_cannot_be_are_refused(given):
+def test_invalid_options_are_refused(given):
     assert refusal(lambda: tfdist.PipelineOptions(**given)).where in given
 
 
@@ -407,7 +407,7 @@ def scaled():
     ],
     ids=["a method of its own", "scaled, clipped and accumulated", "summed", "means", "counted"],
 )
-def test_micro_batches_end_with_the_weights_and_logs_of_whole_batches(strategies, one_stage, make):
+def test_micro_batches_give_the_weights_of_whole_batches(strategies, one_stage, make):
     expected = fitted(strategies[1], make)
     assert_same_run(fitted(one_stage(), make), expected)
 
@@ -431,7 +431,7 @@ COMPARING = {
 }
 
 
-def test_stages_are_made_anew_for_the_cut_of_an_earlier_start(one_stage):
+def test_stages_are_rebuilt_for_the_cut_of_a_checkpoint(one_stage):
     with one_stage().scope():
         model = model_with()
     tfdist.fit(model, X, Y, batch_size=8, verbose=0)
@@ -446,7 +446,7 @@ class Draws(L.Layer):
         return x * tf.random.uniform([])
 
 
-def test_an_exact_run_is_cut_by_work_and_draws_by_the_seed_alone(one_stage, tmp_path):
+def test_an_exact_run_depends_on_work_and_seed_only(one_stage, tmp_path):
     strategy = one_stage()
     place = jobs._made[0].stages
     backup = functools.partial(tfdist.BackupAndRestore, exact=True)
@@ -468,7 +468,7 @@ def test_an_exact_run_is_cut_by_work_and_draws_by_the_seed_alone(one_stage, tmp_
     assert refusal(refused).code == "not-exact"
 
 
-def test_the_cut_by_work_is_by_operations_and_not_by_time(monkeypatch):
+def test_the_cut_by_work_counts_operations_not_time(monkeypatch):
     monkeypatch.setattr(cuts, "_timed", pytest.fail)
 
     def names(model, *, rows=4):
@@ -506,7 +506,7 @@ def test_a_file_that_holds_no_cut_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize("what", COMPARING)
-def test_a_loss_over_pairs_gets_the_whole_batch_or_a_warning(strategies, one_stage, caplog, what):
+def test_a_pairwise_loss_gets_the_whole_batch_or_warns(strategies, one_stage, caplog, what):
     loss, warning = COMPARING[what]
     warn_once.cache_clear()
 
@@ -556,7 +556,9 @@ class OwnStep(keras.Sequential):
     ("kind", "reduction", "code"),
     [(OwnStep, "mean", "own-step"), (keras.Sequential, None, "loss-reduction")],
 )
-def test_what_cannot_be_trained_in_stages_is_refused(one_stage, kind, reduction, code, monkeypatch):
+def test_models_that_cannot_train_in_stages_are_refused(
+    one_stage, kind, reduction, code, monkeypatch
+):
     """And the links to the neighbours are left as they were, for another model."""
     link = types.SimpleNamespace(fail=pytest.fail)
     monkeypatch.setattr(engine, "links_of", lambda place: (link, link))
@@ -566,7 +568,7 @@ def test_what_cannot_be_trained_in_stages_is_refused(one_stage, kind, reduction,
     assert refusal(lambda: tfdist.fit(model, X, X[:, :3], batch_size=8, verbose=0)).code == code
 
 
-def test_what_needs_the_whole_model_is_refused(one_stage, tmp_path):
+def test_features_that_need_the_whole_model_are_refused(one_stage, tmp_path):
     with one_stage().scope():
         model = model_with("sgd")
     line = refusal(lambda: tfdist.StepLoop(lambda x: {}, X, global_batch_size=8))
@@ -576,7 +578,7 @@ def test_what_needs_the_whole_model_is_refused(one_stage, tmp_path):
     assert line.code == "unsupported-callback"
 
 
-def test_slots_are_made_empty_and_filled_with_what_the_optimizer_starts_from():
+def test_slots_start_empty_and_get_their_initial_values():
     model = keras.Sequential([keras.Input((4,)), L.Dense(3)])
     adagrad = keras.optimizers.Adagrad(initial_accumulator_value=0.25, use_ema=True)
     with making_empty_slots(keras.optimizers.LossScaleOptimizer(adagrad)):
@@ -634,14 +636,14 @@ def skipping():
         (model_with, 9, "can be cut at 3 places. Fix: use fewer"),
     ],
 )
-def test_a_refusal_says_why_there_are_few_places(make, stages, says):
+def test_a_refusal_gives_the_reason_for_few_places(make, stages, says):
     line = refusal(lambda: possible_places(LayerGraph(make()), num_stages=stages))
     assert line.code == "too-many-stages"
     assert says in str(line)
 
 
 @pytest.mark.parametrize("behind", ["attention", "sum"])
-def test_a_mask_that_keras_loses_masks_nothing(behind):
+def test_a_mask_lost_by_keras_has_no_effect(behind):
     x = keras.Input((3,), dtype="int32")
     embedded = L.Embedding(9, 4, mask_zero=True)(x)
     attended = L.MultiHeadAttention(1, 4, name="attention")(embedded, embedded)
@@ -657,7 +659,7 @@ def test_a_mask_that_keras_loses_masks_nothing(behind):
     assert masks[-1].numpy().all()
 
 
-def test_a_cut_is_that_of_one_model():
+def test_different_models_have_different_cuts():
     def graph_of(units, trainable=True):
         layers = [keras.Input((4,)), L.Dense(units), L.Dense(3, trainable=trainable)]
         return LayerGraph(keras.Sequential(layers)).digest

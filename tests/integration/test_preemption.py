@@ -200,7 +200,7 @@ MOMENTS_OF_SWAPPED = {
     ids=["scaled", "replicas", "swapped"],
 )
 @pytest.mark.timeout(600)
-def test_a_run_stopped_again_and_again_ends_like_one_left_alone(
+def test_a_run_stopped_repeatedly_ends_like_an_undisturbed_one(
     strategies, tmp_path, replicas, policy, moments, more
 ):
     keras.config.set_dtype_policy(policy)
@@ -222,7 +222,7 @@ def test_a_run_stopped_again_and_again_ends_like_one_left_alone(
         assert found[name] == value, name
 
 
-def test_a_validation_that_moves_the_state_of_layers_is_done_to_its_end(strategies, tmp_path):
+def test_a_stop_waits_for_a_validation_that_changes_state(strategies, tmp_path):
     def attempt(directory, *more):
         keras.utils.set_random_seed(1)
         with strategies[1].scope():
@@ -244,7 +244,7 @@ def test_a_validation_that_moves_the_state_of_layers_is_done_to_its_end(strategi
     assert attempt(tmp_path / "cut") == expected
 
 
-def test_a_signal_inside_a_compiled_range_stops_the_run_soon(strategies, tmp_path, caplog):
+def test_a_signal_in_a_compiled_range_stops_the_run(strategies, tmp_path, caplog):
     class Signalling(keras.Sequential):
         def train_step(self, data):
             tf.py_function(self.tell, [], [])
@@ -273,7 +273,7 @@ def test_a_signal_inside_a_compiled_range_stops_the_run_soon(strategies, tmp_pat
     assert phases.current().first_step_s is not None
 
 
-def test_a_run_that_a_callback_stopped_within_an_epoch_has_ended(strategies, tmp_path, caplog):
+def test_a_run_stopped_within_an_epoch_is_finished(strategies, tmp_path, caplog):
     class StopAt(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             self.model.stop_training = self.model.optimizer._iterations.numpy() >= 3
@@ -286,7 +286,7 @@ def test_a_run_that_a_callback_stopped_within_an_epoch_has_ended(strategies, tmp
     assert found == expected
 
 
-def test_without_a_backup_it_stops_too_and_says_that_nothing_is_saved(strategies, caplog):
+def test_a_stop_without_a_backup_warns_of_lost_state(strategies, caplog):
     model = Run(strategies[1], Path()).model()
     asking = AskAt(Moment("batch end", batch=2))
     with pytest.raises(Stopped, match="no state saved"):
@@ -321,7 +321,7 @@ except Exception:
 """
 
 
-def test_ctrl_c_ends_a_plain_script_with_one_line_and_its_exit_code(tmp_path):
+def test_ctrl_c_ends_a_script_with_one_line(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     read_fd, write_fd = os.pipe()

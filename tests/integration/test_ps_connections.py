@@ -52,7 +52,7 @@ def runtime(monkeypatch):
     found.may_end.set()
 
 
-def test_nobody_waits_for_a_worker_that_dies_while_another_is_connected_to(connections, runtime):
+def test_a_dying_worker_does_not_delay_other_connections(connections, runtime):
     answered = []
     thread = threading.Thread(target=lambda: answered.append(connections.admit(0)))
     thread.start()
@@ -66,7 +66,7 @@ def test_nobody_waits_for_a_worker_that_dies_while_another_is_connected_to(conne
     assert len(runtime.told) == 1
 
 
-def test_a_worker_that_is_being_killed_is_not_connected_to(
+def test_a_worker_that_is_being_killed_stays_disconnected(
     connections, runtime, listeners, monkeypatch
 ):
     runtime.may_end.set()
@@ -85,7 +85,7 @@ def test_a_worker_that_is_being_killed_is_not_connected_to(
     assert connections.connected == {1}
 
 
-def test_who_speaks_to_a_server_of_tensorflow_tells_it_once_and_leaves_it_as_it_was():
+def test_a_version_exchange_leaves_the_server_unchanged():
     with hold_ports(1)[0] as port:
         server = tf.distribute.Server(
             {"chief": [port.address]}, job_name="chief", task_index=0, start=True
@@ -97,7 +97,7 @@ def test_who_speaks_to_a_server_of_tensorflow_tells_it_once_and_leaves_it_as_it_
         assert session.run(tf.constant(7)) == 7
 
 
-def test_who_speaks_slowly_and_a_lack_of_descriptors_hold_up_no_versions(listeners):
+def test_slow_peers_and_missing_descriptors_delay_no_versions(listeners):
     chief, *others = (f"127.0.0.1:{one.getsockname()[1]}" for one in listeners)
     cluster = ClusterSpec(chief=(chief,), ps=tuple(others[:1]), worker=tuple(others[1:2]))
     versions = VersionHandshake(TaskConfig(cluster=cluster, task=Task("chief", 0)))

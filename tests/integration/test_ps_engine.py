@@ -89,9 +89,7 @@ def submit_until_stuck(pool, *, go_on=False):
     return stuck, futures
 
 
-def test_the_work_of_a_worker_that_is_gone_is_done_by_another_though_its_call_never_ends(
-    pool, connections
-):
+def test_the_unit_of_a_lost_worker_moves_to_another(pool, connections):
     stuck, futures = submit_until_stuck(pool)
     connections.silent.add(1)
     done = [future.result(DEADLINE_S) for future in futures]
@@ -108,7 +106,7 @@ def test_the_work_of_a_worker_that_is_gone_is_done_by_another_though_its_call_ne
 
 
 @pytest.mark.parametrize("misses", [0, 1])
-def test_a_worker_that_answers_keeps_its_work_however_long_it_takes(pool, connections, misses):
+def test_a_worker_that_answers_keeps_its_unit(pool, connections, misses):
     """Also one that misses every second question."""
     stuck, futures = submit_until_stuck(pool)
     answers = itertools.cycle([False] * misses + [True])
@@ -119,9 +117,7 @@ def test_a_worker_that_answers_keeps_its_work_however_long_it_takes(pool, connec
     assert pool.shares[1].losses == 0
 
 
-def test_a_ps_that_falls_silent_while_workers_wait_for_it_ends_the_work_with_its_name(
-    pool, connections
-):
+def test_a_silent_ps_ends_the_work_with_its_name(pool, connections):
     stuck, futures = submit_until_stuck(pool)  # as a call that reads of a host without power
     connections.gone = ["ps-1"]
     failed = [future.exception(DEADLINE_S) for future in futures]
@@ -144,7 +140,7 @@ def cannot_reach(ps, *workers):
     return work
 
 
-def test_a_worker_that_answers_and_gets_nothing_done_is_left_out_with_the_reason(pool, caplog):
+def test_a_worker_without_progress_is_excluded_with_the_reason(pool, caplog):
     end_s = time.monotonic() + DEADLINE_S
     while "continuing without this worker" not in caplog.text:
         assert time.monotonic() < end_s
@@ -161,7 +157,7 @@ def test_a_worker_that_answers_and_gets_nothing_done_is_left_out_with_the_reason
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_when_no_worker_reaches_a_ps_the_chief_says_so_and_waits_for_nobody(connections, workers):
+def test_an_unreachable_ps_is_an_error_without_a_wait(connections, workers):
     """A unit that is alone is tried no more often than one that ends its workers."""
     connections.num_workers, connections.connected = workers, frozenset(range(workers))
     found = WorkerPool(connections, patience_s=DEADLINE_S)
@@ -170,7 +166,7 @@ def test_when_no_worker_reaches_a_ps_the_chief_says_so_and_waits_for_nobody(conn
     found._fail(PeerLost("the test is over"))
 
 
-def test_a_unit_that_ends_its_workers_is_not_begun_for_ever(pool, connections):
+def test_a_unit_that_ends_its_workers_has_limited_retries(pool, connections):
     def end(incarnation):
         connections.silent.add(incarnation.worker_index)
         raise unavailable()
@@ -238,7 +234,7 @@ def program(engine, do):
     return made, engine._work[made]
 
 
-def test_after_an_error_no_worker_changes_the_model_any_more(engine, pool, monkeypatch):
+def test_after_an_error_no_worker_changes_the_model(engine, pool, monkeypatch):
     others, waited_for = threading.Barrier(3), threading.Event()
     wait = concurrent.futures.wait
     monkeypatch.setattr(concurrent.futures, "wait", lambda fs: (waited_for.set(), wait(fs))[1])
@@ -262,7 +258,7 @@ def test_after_an_error_no_worker_changes_the_model_any_more(engine, pool, monke
     assert pool.account.applied_twice == 0  # those of the error are nobody's
 
 
-def test_what_the_last_step_says_is_told_when_all_is_done(engine):
+def test_logs_of_the_last_step_follow_its_completion(engine):
     last, go_on = threading.Event(), threading.Event()
 
     def do(step):
@@ -281,7 +277,7 @@ def test_what_the_last_step_says_is_told_when_all_is_done(engine):
     assert engine.steps_under_way == 0
 
 
-def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine, pool, monkeypatch):
+def test_dropped_units_end_and_queued_units_never_start(engine, pool, monkeypatch):
     begun, go_on = threading.Barrier(4), threading.Event()
     drop = pool.drop
     monkeypatch.setattr(pool, "drop", lambda: (drop(), go_on.set()))
@@ -296,7 +292,7 @@ def test_what_is_let_go_has_ended_and_what_nobody_had_begun_never_begins(engine,
     assert not pool._waiting
 
 
-def test_a_metric_has_the_totals_of_the_chief_whatever_was_put_into_it(engine):
+def test_a_metric_has_the_totals_of_the_chief(engine):
     metric = keras.metrics.Sum()
     made = StepProgram(function=None, feed=None, seed=0, training=True, keras_metrics=[metric])
     work = engine._work[made] = Work(None)
@@ -334,7 +330,7 @@ def gone(monkeypatch):
         (tf.errors.InvalidArgumentError(None, None, "mine"), tf.errors.OpError),
     ],
 )
-def test_a_ps_that_dies_while_the_chief_reads_it_is_named(error, raised, gone):
+def test_a_ps_that_dies_during_a_read_is_named(error, raised, gone):
     with pytest.raises(raised) as told, engines.naming_a_lost_server():
         raise error
     assert raised is not PeerLost or str(told.value) == "lost ps-1: it does not answer"
@@ -344,7 +340,7 @@ def test_a_ps_that_dies_while_the_chief_reads_it_is_named(error, raised, gone):
 
 
 @pytest.mark.parametrize("act", ["fit", "evaluate", "predict", "StepLoop", "run", "results"])
-def test_whatever_reads_a_ps_that_has_died_names_it(act, monkeypatch, gone):
+def test_every_read_of_a_lost_ps_names_it(act, monkeypatch, gone):
     def lost(*args, **kwargs):
         raise unavailable()
 

@@ -70,7 +70,7 @@ class Nested(Sums):
     ],
     ids=["of Keras", "that say so", "trackers of a step of the user's own"],
 )
-def test_metrics_that_add_up_are_taken(make):
+def test_metrics_that_add_up_are_accepted(make):
     keras_compat.install()  # which replaces a method of one of them
     require_sums(make())
 
@@ -105,7 +105,7 @@ def in_a_step(update):
     return found
 
 
-def test_a_metric_is_updated_in_the_step_and_its_variable_is_left_alone():
+def test_metric_updates_in_a_step_leave_the_variable_unchanged():
     assert in_a_step(lambda update: update()) == 2.0
 
 
@@ -118,5 +118,5 @@ def test_a_metric_is_updated_in_the_step_and_its_variable_is_left_alone():
     ],
     ids=["condition", "loop", "function"],
 )
-def test_a_metric_that_is_updated_in_a_graph_within_the_step_is_refused(within):
+def test_a_metric_update_in_an_inner_graph_is_refused(within):
     assert refused(lambda: in_a_step(within)) == ("metrics", "metric-in-step")

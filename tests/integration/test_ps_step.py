@@ -78,7 +78,7 @@ class Reading:
         return run.get_concrete_function(x)
 
 
-def test_what_comes_together_is_the_same_to_the_bit_and_read_anew_after_a_write(monkeypatch):
+def test_grouped_reads_have_the_same_bits_and_follow_writes(monkeypatch):
     monkeypatch.setattr(messages, "_is_server", lambda device: True)
     x = tf.constant(X[:4] / 60)
     seen = {}
@@ -100,7 +100,7 @@ def shifted(batch, **which):
 
 
 @pytest.mark.parametrize("transform", [None, shifted])
-def test_a_worker_makes_its_batches_itself_unless_they_are_transformed(transform):
+def test_a_worker_makes_its_own_untransformed_batches(transform):
     source = ArraySource(X, transform=transform)
     plan = EpochPlan.uniform(epochs=2, examples=20, global_batch_size=4)
     order = Order(examples=20, shuffle=True)
@@ -192,14 +192,14 @@ class Job:
         ({"CPU:2": 7}, 0),  # on one that holds none of them
     ],
 )
-def test_a_step_is_as_stale_as_on_that_server_on_which_it_is_most(others, stale):
+def test_staleness_of_a_step_is_its_maximum_over_servers(others, stale):
     """What others did before it began to read is not between."""
     clocks, between = ["/CPU:0", "/CPU:1", "/CPU:2"], {"CPU:1": 4}
     job = Job(devices=clocks[:2], clocks=clocks, meanwhile=others, between=between)
     assert job.stale() == [stale] * STEPS
 
 
-def test_a_step_that_trains_nothing_counts_on_the_first_server():
+def test_a_step_without_updates_counts_on_the_first_server():
     job = Job(devices=[], clocks=["/CPU:0", "/CPU:1"])
     job.work = do_nothing
     assert job.stale() == [0] * STEPS
@@ -233,7 +233,7 @@ class InLoops(Job):
         return i + 1
 
 
-def test_a_step_that_updates_in_a_loop_counts_once_that_is_done():
+def test_a_step_that_updates_in_a_loop_counts_once():
     job = InLoops(devices=["/CPU:1"], clocks=["/CPU:0", "/CPU:1"], meanwhile={"CPU:1": 3})
     assert job.stale() == [3] * STEPS
     assert [int(count.numpy()) for count in job.clock._counts.values()] == [0, 4 * STEPS]
@@ -241,7 +241,7 @@ def test_a_step_that_updates_in_a_loop_counts_once_that_is_done():
     assert sum(op.type in ("While", "StatelessWhile") for op in count.control_inputs) == 1
 
 
-def test_a_clock_is_read_before_what_the_step_does_on_its_server_and_counts_after_its_update():
+def test_a_clock_is_read_first_and_advances_after_updates():
     looked, counted = [], []
     for op in body_of(Job(devices=["/CPU:0", "/CPU:1"], clocks=["/CPU:0", "/CPU:1"])):
         for before in op.control_inputs:
@@ -252,7 +252,7 @@ def test_a_clock_is_read_before_what_the_step_does_on_its_server_and_counts_afte
     assert looked == counted == [("CPU:0", "CPU:0"), ("CPU:1", "CPU:1")]
 
 
-def test_of_updates_at_once_each_takes_gradients_of_its_own():
+def test_concurrent_updates_each_take_their_own_gradients():
     gradients = keras.Variable(np.zeros(1_000_000, "float32"), trainable=False)
 
     @tf.function

@@ -45,7 +45,7 @@ def test_every_public_name_is_found(name):
 
 
 @pytest.mark.parametrize("ours", KERAS, ids=lambda ours: ours.__name__)
-def test_a_name_of_keras_takes_its_arguments_in_its_order(ours):
+def test_keras_like_functions_keep_the_argument_order_of_keras(ours):
     def arguments(function):
         parameters = inspect.signature(function).parameters.values()
         return [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
@@ -100,12 +100,12 @@ def refused_by(parse, words, capsys):
     return capsys.readouterr().err.rstrip()
 
 
-def test_each_old_name_is_on_the_page_of_the_migration():
+def test_each_old_name_is_on_the_migration_page():
     page = (Path(__file__).parents[2] / "docs/migrate/from_0_2.md").read_text()
     assert [old for old in (*RENAMED, *GONE) if f"| `{old}` |" not in page] == []
 
 
-def test_a_backup_without_a_path_is_in_the_run_directory(tmp_path, monkeypatch):
+def test_a_backup_without_a_path_uses_the_run_directory(tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.checkpoint.backup._in_run_dir", itertools.count(1))
     monkeypatch.setenv("TFDIST_RUN_DIR", str(tmp_path))
     assert tfdist.run_dir() == tmp_path

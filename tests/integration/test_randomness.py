@@ -70,7 +70,7 @@ def test_masks_differ_between_replicas_steps_and_layers(strategies):
     assert not set(other.flat) & set(masks.flat)
 
 
-def test_seeds_beyond_32_bits_differ_and_without_one_keras_seed_decides(strategies):
+def test_large_seeds_differ_and_keras_seed_is_the_default(strategies):
     seeds = [5, 5 + 2**31, 5 + 2**40]
     masks = [np.array(watched(strategies[1], seed=seed)) for seed in seeds]
     assert len(np.unique(masks)) == 3 * masks[0].size
@@ -121,7 +121,7 @@ def trained(strategy, callback=None):
 
 
 @pytest.mark.parametrize(("replicas", "callback"), [(1, EveryBatch()), (2, EverySteps(3))])
-def test_the_bits_do_not_depend_on_how_steps_are_cut_into_ranges(strategies, replicas, callback):
+def test_bits_do_not_depend_on_the_ranges_of_steps(strategies, replicas, callback):
     whole = trained(strategies[replicas])
     cut = trained(strategies[replicas], callback)
     assert weights_sha256(cut) == weights_sha256(whole)
@@ -151,7 +151,7 @@ def assert_uncorrelated(samples):
     assert np.abs(correlations).max() < 5 / np.sqrt(samples.shape[1])
 
 
-def test_dropout_and_noise_are_as_told_and_independent(strategies):
+def test_dropout_and_noise_have_their_rates_and_are_independent(strategies):
     rates, x = (0.1, 0.5, 0.8), np.ones((12, 5000), "float32")
 
     def layers():

@@ -45,7 +45,7 @@ def test_models_give_logits_of_float32(name, shape, parameters):
     assert trainable == parameters
 
 
-def test_a_constant_learning_rate_is_a_number_that_callbacks_can_set():
+def test_callbacks_can_set_a_constant_learning_rate():
     optimizer = recipe.optimizer_of(config_with(learning_rate=0.5), total_steps=10)
     optimizer.learning_rate = 0.25
     assert float(optimizer.learning_rate) == 0.25
@@ -59,7 +59,7 @@ def test_a_constant_learning_rate_is_a_number_that_callbacks_can_set():
         ("cosine", [0.4, 0.2, 0.0, 0.0]),
     ],
 )
-def test_the_learning_rate_over_a_run(kind, expected):
+def test_the_learning_rate_follows_its_schedule(kind, expected):
     changes = {"schedule": kind, "learning_rate": 0.4, "global_batch_size": 10}
     warmup = {} if kind == "linear" else {"warmup_examples": 40}
     schedule = recipe.learning_rate_of(config_with(**changes, **warmup), total_steps=24)
@@ -153,7 +153,7 @@ def run_block(
     reporter.on_train_batch_end(batches[1] - 1, {"loss": 0.5})
 
 
-def test_a_run_of_which_only_a_validation_was_left_writes_its_line_once(directory):
+def test_a_run_with_only_validation_left_writes_one_line(directory):
     for step in (10, 20):
         directory.append_metrics({"step": step, "loss": 1.0})  # of an attempt that was killed next
     reporter = reporter_of(directory, Clock())
@@ -185,7 +185,7 @@ def test_a_resumed_run_reports_each_value_once_without_exponents(directory, tmp_
     broken.close()
 
 
-def test_the_first_block_which_traces_does_not_count_nor_does_validation(directory):
+def test_the_rate_excludes_the_first_block_and_validation(directory):
     clock = Clock()
     reporter = reporter_of(directory, clock)
     reporter.on_epoch_begin(0)

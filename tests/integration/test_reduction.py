@@ -70,7 +70,7 @@ def flat(first, second):
 
 
 @pytest.mark.parametrize("place", [flat, in_functions, in_a_branch, in_a_loop])
-def test_sums_keep_their_order_where_nothing_else_orders_them(strategies, ring, place):
+def test_unordered_sums_keep_the_order_of_the_program(strategies, ring, place):
     with strategies[1].scope():
         one, two = tf.Variable(tf.ones([1])), tf.Variable(tf.ones([2]))
 

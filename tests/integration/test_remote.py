@@ -68,7 +68,7 @@ def failing(monkeypatch, method, fails):
     monkeypatch.setattr(MemoryFileSystem, method, call)
 
 
-def test_a_run_resumes_on_another_machine_with_the_same_bits(strategies, machine, monkeypatch):
+def test_a_run_resumes_bit_identically_on_another_machine(strategies, machine, monkeypatch):
     order = []
     failing(monkeypatch, "put_file", lambda local, path: order.append(path.rpartition("/")[2]))
     machine("whole")
@@ -102,9 +102,7 @@ def test_training_continues_while_the_bucket_is_unreachable(
     assert max(in_bucket()) == "step-000000010.3"
 
 
-def test_the_last_local_checkpoint_is_kept_and_uploaded_by_the_next_start(
-    strategies, machine, monkeypatch, caplog
-):
+def test_the_next_start_uploads_the_last_local_checkpoint(strategies, machine, monkeypatch, caplog):
     machine("a")
     with monkeypatch.context() as broken:
         failing(broken, "put_file", lambda *_: True)
@@ -117,9 +115,7 @@ def test_the_last_local_checkpoint_is_kept_and_uploaded_by_the_next_start(
     assert max(in_bucket()) == "step-000000010.3"
 
 
-def test_a_bucket_that_cannot_be_written_is_told_before_training(
-    strategies, machine, monkeypatch, caplog
-):
+def test_an_unwritable_bucket_is_an_error_before_training(strategies, machine, monkeypatch, caplog):
     machine("a")
     with monkeypatch.context() as broken:
         failing(broken, "pipe_file", lambda *_: True)
@@ -170,7 +166,7 @@ def test_a_second_writer_is_refused(store):
     assert refusal(copy.raise_error).code == "second-writer"
 
 
-def test_the_bucket_keeps_as_many_checkpoints_as_the_directory_and_the_best(store):
+def test_the_bucket_keeps_the_newest_checkpoints_and_the_best(store):
     local, copy = store("a", keep=2)
     for step in range(1, 6):
         saved(local, copy, step, best=step == 2)
@@ -214,7 +210,7 @@ def test_models_are_written_to_and_read_from_a_bucket(strategies, machine, monke
     keras.models.load_model(warning.rpartition("the model is in ")[2])
 
 
-def test_a_url_that_cannot_be_read_is_one_line(strategies, monkeypatch):
+def test_an_unreadable_url_is_a_one_line_error(strategies, monkeypatch):
     model = make(strategies)
     load = tfdist.load_weights
     assert refused(lambda: load(model, URL)) == (f"checkpoints in {URL}", "no-checkpoint")

@@ -56,7 +56,7 @@ def await_question(listener, stack):
             return client
 
 
-def test_a_worker_goes_on_once_the_chiefs_server_is_there_and_not_sooner():
+def test_a_worker_waits_for_the_server_of_the_chief():
     worker = Waiting()
     with contextlib.ExitStack() as stack:
         with worker.listen() as listener:  # in place of the server, as `answering` does
@@ -71,7 +71,7 @@ def test_a_worker_goes_on_once_the_chiefs_server_is_there_and_not_sooner():
     assert worker.raised is None
 
 
-def test_a_chief_that_has_seen_all_and_is_gone_is_named(monkeypatch):
+def test_a_chief_lost_during_the_rendezvous_is_named(monkeypatch):
     now_s = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: now_s[0], sleep=time.sleep)
     monkeypatch.setattr(rendezvous, "time", clock)
@@ -83,7 +83,7 @@ def test_a_chief_that_has_seen_all_and_is_gone_is_named(monkeypatch):
     assert f"waited 70 s of 70 s for worker-0 (127.0.0.1:{worker.chief_port})" in worker.raised
 
 
-def test_a_chief_that_has_met_a_task_and_misses_its_questions_is_given_time(monkeypatch):
+def test_a_chief_that_met_a_task_gets_more_time(monkeypatch):
     cluster = ClusterSpec(chief=("a:1",), worker=("b:1",), ps=("c:1",))
     config = TaskConfig(cluster=cluster, task=Task("worker", 0))
     now_s, asked_s = 0.0, []

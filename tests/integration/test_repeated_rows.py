@@ -99,9 +99,7 @@ SOME = ("sgd", "adam", "adafactor")
         *((2, setting, SOME) for setting in SETTINGS if setting != "weight_decay"),
     ],
 )
-def test_rows_that_occur_again_are_one_gradient_to_every_optimizer(
-    strategies, replicas, setting, names
-):
+def test_repeated_rows_are_one_gradient_for_every_optimizer(strategies, replicas, setting, names):
     expected = trained(tf.distribute.get_strategy(), names, setting, by_keras)
     found = trained(strategies[replicas], names, setting, by_tfdist)
     start = [v.numpy() for v in variables()]

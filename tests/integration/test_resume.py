@@ -73,9 +73,7 @@ class Ticking(keras.callbacks.Callback):
         Ticking.now_s += 1
 
 
-def test_max_time_counts_the_whole_run_and_a_longer_one_continues_with_the_same_bits(
-    strategies, tmp_path, monkeypatch, warnings
-):
+def test_max_time_limits_the_whole_run_and_can_grow(strategies, tmp_path, monkeypatch, warnings):
     whole = make(strategies[1])
     expected = fit(whole, tmp_path / "whole", [Ticking()])
     monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: Ticking.now_s))
@@ -95,7 +93,7 @@ def test_max_time_counts_the_whole_run_and_a_longer_one_continues_with_the_same_
         assert code == "not-a-number"
 
 
-def test_a_run_that_was_cut_or_is_made_longer_ends_with_the_same_bits(strategies, tmp_path):
+def test_a_cut_or_extended_run_has_the_same_bits(strategies, tmp_path):
     """On several replicas: tests/field/test_one_process.py. Twelve steps are an epoch."""
     whole = make(strategies[1])
     expected = fit(whole, tmp_path / "whole")
@@ -162,7 +160,7 @@ def test_the_state_of_several_optimizers_is_resumed(strategies, tmp_path):
 
 
 @pytest.mark.parametrize("start", [None, "start.keras"])
-def test_what_a_program_draws_after_fit_does_not_depend_on_a_resume(strategies, tmp_path, start):
+def test_draws_after_fit_do_not_depend_on_a_resume(strategies, tmp_path, start):
     """A second model, or a second fit without a seed, is that of the run left alone."""
     options = {"seed": None, "epochs": 1}
     if start is not None:
@@ -177,7 +175,7 @@ def test_what_a_program_draws_after_fit_does_not_depend_on_a_resume(strategies, 
         assert random.random() == expected
 
 
-def test_a_run_of_an_earlier_version_goes_on(strategies, tmp_path):
+def test_a_run_of_an_earlier_version_resumes(strategies, tmp_path):
     """With the state of its callbacks; the files are from before their modules were joined."""
     shutil.copytree(EARLIER, tmp_path / "run")
     x = np.arange(48, dtype="float32").reshape(12, 4) / 48
@@ -203,7 +201,7 @@ def test_a_run_of_an_earlier_version_goes_on(strategies, tmp_path):
     [(["0,2.0", "1,1.0"], 1, 1), ([], 0, 0), (["0,2.0", "\0\0\0"], 1, 1)],
     ids=["its own are cut", "it has none", "one that a loss of power has left"],
 )
-def test_a_csv_log_keeps_the_lines_of_the_run_before(tmp_path, mine, epoch, kept):
+def test_a_csv_log_keeps_lines_of_the_earlier_run(tmp_path, mine, epoch, kept):
     before = ["epoch,loss", "0,5.0", "1,4.0", "2,3.0"]
     (tmp_path / "log.csv").write_text("\r\n".join([*before, *mine, ""]))
     log = keras.callbacks.CSVLogger(tmp_path / "log.csv", append=True)
@@ -229,7 +227,7 @@ def test_a_resumed_csv_log_keeps_its_columns(tmp_path):
     assert dict(zip(header.split(","), line.split(","), strict=True))["val_loss"] == "1.0"
 
 
-def test_a_resumed_history_has_what_a_metric_by_class_yields_as_arrays():
+def test_a_resumed_history_keeps_metrics_by_class_as_arrays():
     before, resumed = keras.callbacks.History(), keras.callbacks.History()
     before.epoch, before.history = [0], {"loss": [0.5], "f1": [np.float32([0.1, 0.2])]}
     hand_over(before, resumed)
@@ -238,7 +236,7 @@ def test_a_resumed_history_has_what_a_metric_by_class_yields_as_arrays():
 
 
 @pytest.mark.parametrize("kind", [keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau])
-def test_a_callback_of_another_metric_begins_anew(kind):
+def test_a_callback_of_another_metric_starts_again(kind):
     before, same, other = kind("val_loss"), kind("val_loss"), kind("val_accuracy")
     for callback in (before, same, other):
         callback.set_model(keras.Sequential())
@@ -250,7 +248,7 @@ def test_a_callback_of_another_metric_begins_anew(kind):
     assert other.wait == 0
 
 
-def test_a_model_checkpoint_that_saves_within_epochs_goes_on_with_its_best(tmp_path):
+def test_a_model_checkpoint_within_epochs_keeps_its_best_value(tmp_path):
     options = {"monitor": "loss", "save_freq": 1, "save_best_only": True}
     before, resumed = (
         keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", **options) for _ in range(2)
@@ -282,7 +280,7 @@ class Cut0(keras.callbacks.Callback):
     """One of the user's own, without a state."""
 
 
-def test_the_state_of_a_stranger_sets_only_what_is_saved(tmp_path):
+def test_a_foreign_state_sets_only_saved_attributes(tmp_path):
     """Not where a callback writes, sends or reads, nor a method of it."""
     names = ["filepath", "filename", "root", "path", "log_dir", "model", "params", "on_epoch_end"]
     names += ["headers", "monitor_op", "_summary_module", "save_freq", "__class__", "patience"]
@@ -330,7 +328,7 @@ def test_a_checkpoint_of_this_model_is_restored(small, tmp_path):
 
 @settings(max_examples=150)
 @given(path=st.lists(st.integers(0, 40), min_size=2, max_size=6), value=JSON)
-def test_whatever_a_checkpoint_says_of_a_run_it_is_resumed_or_refused(small, path, value):
+def test_any_checkpoint_metadata_is_resumed_or_refused(small, path, value):
     (earlier,) = EARLIER.glob("step-*")
     with tempfile.TemporaryDirectory() as place:
         directory = Path(shutil.copytree(earlier, Path(place) / "c" / earlier.name))
@@ -347,7 +345,7 @@ def test_whatever_a_checkpoint_says_of_a_run_it_is_resumed_or_refused(small, pat
 
 
 @pytest.mark.parametrize("name", ["weights/0", "optimizer/2", "callbacks/EarlyStopping-0/0"])
-def test_arrays_of_another_shape_are_refused_before_anything_is_set(small, tmp_path, name):
+def test_arrays_of_another_shape_are_refused_before_any_change(small, tmp_path, name):
     store = CheckpointStore(EARLIER)
     checkpoint = store.read()
     arrays = {**checkpoint.arrays, name: np.zeros((5, 4, 2), "float32")}
@@ -427,7 +425,7 @@ def test_a_checkpoint_of_another_model_is_refused(strategies, finished):
         ({"delete_checkpoint": True}, "delete_checkpoint", "unsupported"),
     ],
 )
-def test_an_interval_that_cannot_be_is_refused(tmp_path, interval, where, code):
+def test_an_invalid_interval_is_refused(tmp_path, interval, where, code):
     found, is_code = refused(lambda: tfdist.BackupAndRestore(tmp_path, **interval))
     assert (found.removeprefix("BackupAndRestore: "), is_code) == (where, code)
 
@@ -467,7 +465,7 @@ class Twins(keras.Model):
         return self.second(self.first(x)) * self.scale
 
 
-def test_every_weight_of_a_model_is_set_whatever_it_is_called(strategies, tmp_path):
+def test_every_weight_is_set_regardless_of_its_name(strategies, tmp_path):
     with strategies[1].scope():
         trained, *others = (Twins() for _ in range(3))
         trained.compile("adam", "mse")
@@ -482,9 +480,7 @@ def test_every_weight_of_a_model_is_set_whatever_it_is_called(strategies, tmp_pa
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_weights_are_loaded_from_every_kind_of_file_and_the_optimizer_stays(
-    strategies, tmp_path, scaled
-):
+def test_weights_load_from_every_file_and_keep_the_optimizer(strategies, tmp_path, scaled):
     """Else the chief alone would go on with the moments of another run.
 
     Keras' Normalization computes with copies of its weights, which Keras alone renews as it loads.
@@ -525,7 +521,7 @@ def test_weights_are_loaded_from_every_kind_of_file_and_the_optimizer_stays(
     np.testing.assert_array_equal(some.layers[0].mean, [[0, 0, 0]])
 
 
-def test_weights_of_another_shape_are_skipped_if_asked(strategies, tmp_path, caplog):
+def test_skip_mismatch_skips_weights_of_another_shape(strategies, tmp_path, caplog):
     def build(units):
         with strategies[1].scope():
             layers = [keras.layers.Dense(3, name="same"), keras.layers.Dense(units, name="head")]
@@ -595,9 +591,7 @@ def test_a_state_that_became_nan_is_not_saved(strategies, tmp_path, caplog):
     assert "checkpoint skipped" in caplog.text
 
 
-def test_a_validation_that_yields_nan_does_not_keep_a_sound_state_from_being_saved(
-    strategies, tmp_path
-):
+def test_a_nan_validation_does_not_prevent_a_save(strategies, tmp_path):
     model = make(strategies[1])
     bad = (X, Y, np.full(len(X), np.nan))  # the weights of its examples
     backup = tfdist.BackupAndRestore(tmp_path)
@@ -612,7 +606,7 @@ def test_a_validation_that_yields_nan_does_not_keep_a_sound_state_from_being_sav
     assert resume.reason_not_to_save(model, figures) == "a weight is not finite"
 
 
-def test_a_later_attempt_waits_until_the_one_before_has_let_go(tmp_path, monkeypatch):
+def test_a_later_attempt_waits_for_the_earlier_one(tmp_path, monkeypatch):
     def saved_run(attempt, *, timeout_s=60.0):
         options = JobOptions(attempt=attempt, startup_timeout_s=timeout_s)
         cluster = ClusterSpec(worker=("127.0.0.1:1",))

@@ -87,7 +87,7 @@ class Listing(keras.callbacks.Callback):
         self.seen = saved["seen"]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(strategies, tmp_path, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_written(strategies, tmp_path, monkeypatch):
     """And the state of a callback is that of the moment of the save, though it is appended to."""
     go_on, waited = slow_writer(monkeypatch, step=4)
     threads = set(threading.enumerate())
@@ -121,7 +121,9 @@ def fail_at(monkeypatch, step):
 
 
 @pytest.mark.parametrize("step", [8, 20], ids=["before the next save", "at the end"])
-def test_a_full_disk_ends_the_training_and_loses_nothing(strategies, tmp_path, monkeypatch, step):
+def test_a_full_disk_ends_the_training_without_losing_checkpoints(
+    strategies, tmp_path, monkeypatch, step
+):
     whole = make(strategies[1])
     fit(whole, tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -139,9 +141,7 @@ def test_a_full_disk_ends_the_training_and_loses_nothing(strategies, tmp_path, m
 
 
 @pytest.mark.parametrize("error", [Cut, KeyboardInterrupt])
-def test_what_was_copied_is_written_when_the_training_fails(
-    strategies, tmp_path, monkeypatch, error
-):
+def test_a_copied_state_is_written_if_training_fails(strategies, tmp_path, monkeypatch, error):
     go_on, _ = slow_writer(monkeypatch, step=4)
 
     def fail():
@@ -165,7 +165,7 @@ def test_an_unwritable_directory_is_refused_before_any_step(strategies, tmp_path
 # Damage
 
 
-def test_a_run_without_a_whole_checkpoint_says_so_and_starts_over(strategies, tmp_path, caplog):
+def test_a_run_without_a_complete_checkpoint_starts_over(strategies, tmp_path, caplog):
     whole = make(strategies[1])
     fit(whole, tmp_path / "whole")
     with pytest.raises(Cut):
@@ -188,7 +188,7 @@ def best_of(directory):
     return store.best(), store.steps()
 
 
-def test_the_best_is_kept_and_a_resumed_run_goes_on_with_it(strategies, tmp_path):
+def test_a_resumed_run_keeps_the_best_checkpoint(strategies, tmp_path):
     def run(directory, *more):
         return fit(make(strategies[1]), directory, *more, epochs=5, keep=1, best="val_accuracy")
 
@@ -209,9 +209,7 @@ class Scores(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize(("reason", "best"), [("", 2), ("a weight is not finite", 3)])
-def test_the_best_of_those_that_are_saved_can_be_loaded(
-    strategies, tmp_path, monkeypatch, reason, best
-):
+def test_the_best_saved_checkpoint_can_be_loaded(strategies, tmp_path, monkeypatch, reason, best):
     """The second epoch is better than any, and its weights may not be worth saving."""
     found = iter(["", reason, ""])
     monkeypatch.setattr(resume, "reason_not_to_save", lambda *_: next(found))
@@ -253,7 +251,7 @@ def test_another_configuration_is_refused_with_the_difference(strategies, tmp_pa
         ({"metrics": ["mse", "mae"]}, r"absolute_error\S*/total -> mean_squared"),
     ],
 )
-def test_the_state_of_one_does_not_become_that_of_another(strategies, tmp_path, change, named):
+def test_a_state_of_another_model_is_refused(strategies, tmp_path, change, named):
     """Variables of the same shapes, in the same number."""
 
     def run(*, epochs, frozen="a", metrics=("mae", "mse")):
@@ -321,7 +319,7 @@ def test_exact_refuses_another_number_of_replicas_or_threads(
     assert f"resumed with another setup ({differences}): " in caplog.text
 
 
-def test_fit_refuses_what_is_not_exact_before_any_step(strategies, tmp_path):
+def test_fit_refuses_inexact_models_before_any_step(strategies, tmp_path):
     class Noisy(keras.layers.Layer):
         def call(self, x):
             return x + tf.random.normal(tf.shape(x), name="noise")
@@ -353,7 +351,7 @@ def worker(*, is_chief):
     )
 
 
-def test_text_of_several_tasks_comes_together(monkeypatch):
+def test_texts_of_several_tasks_are_gathered(monkeypatch):
     meeting, given = threading.Barrier(2, timeout=30), {}
 
     def total(job, mine, of):
@@ -373,14 +371,14 @@ def test_text_of_several_tasks_comes_together(monkeypatch):
             assert found.tolist() == [[b"abc", b""], [b"b\0\0", b"\xc4"]]
 
 
-def test_a_state_that_json_cannot_say_names_its_callback(strategies, tmp_path):
+def test_a_state_that_is_not_json_names_its_callback(strategies, tmp_path):
     listing = Listing()
     listing.seen = [{1}]
     told = refusal(lambda: fit(make(strategies[1]), tmp_path, listing))
     assert (told.where, told.code) == ("Listing.get_state", "not-json")
 
 
-def test_names_of_a_saved_model_are_shown_without_control_characters(strategies):
+def test_names_of_a_saved_model_hide_control_characters(strategies):
     model = classifier(strategies[1], keras.optimizers.Adam)
     saved = model_state.names_of(model)
     saved["metrics/99"] = ["kernel\x1b[2J\u202e", [], "float32"]

@@ -93,7 +93,7 @@ def by_grpc(model: ServedModel, *requests: predict_pb2.PredictRequest) -> list[A
     return [a if isinstance(a, RequestError) else response.FromString(a) for a in answers]
 
 
-def test_requests_of_one_batch_get_their_own_rows_by_both_protocols(exported, served):
+def test_batched_requests_get_their_rows_by_both_protocols(exported, served):
     wanted = tfdist.predict(exported[0], X, batch_size=5, verbose=0)
     documents = ({"inputs": X[:1].tolist()}, {"instances": X[1:3].tolist()}, {"x": 1})
     *answers, refused = rest(served, *documents)
@@ -108,7 +108,7 @@ def test_requests_of_one_batch_get_their_own_rows_by_both_protocols(exported, se
     assert (spec.name, spec.version.value, spec.signature_name) == ("small", 1, "serving_default")
 
 
-def test_a_model_that_goes_by_its_batch_answers_each_request_by_itself(tmp_path):
+def test_a_batch_dependent_model_answers_each_request_separately(tmp_path):
     x = keras.Input((3,), name="x")
     model = keras.Model(x, x - keras.ops.mean(x, axis=0, keepdims=True), name="centred")
     place = tfdist.export_model(model, tmp_path)
@@ -194,7 +194,7 @@ def test_a_batch_has_no_more_examples_than_it_may(served, monkeypatch):
         ("pair", ({"a": [1], "b": [1, 2]}, {"a": [1], "b": [2]}), (Code.INVALID_ARGUMENT, [3])),
     ],
 )
-def test_a_batch_of_which_requests_fail_or_outputs_have_no_rows(odd, signature, inputs, outputs):
+def test_a_batch_answers_failing_requests_and_outputs_without_rows(odd, signature, inputs, outputs):
     answers = rest(odd, *({"signature_name": signature, "inputs": one} for one in inputs))
     found = [one.code if isinstance(one, RequestError) else one["outputs"] for one in answers]
     assert found == [*outputs]
@@ -214,7 +214,7 @@ def test_metadata(served):
     assert "serving_default" in signatures.signature_def
 
 
-def test_messages_of_the_front_are_those_of_the_stubs():
+def test_messages_of_the_front_equal_the_stubs():
     metadata_request = get_model_metadata_pb2.GetModelMetadataRequest()
     for request in (grpc_request(x=np.ones(1000)), metadata_request):
         request.model_spec.name, request.model_spec.version.value = "m", 3

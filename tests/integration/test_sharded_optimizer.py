@@ -35,7 +35,7 @@ def scaled(kind):
     return lambda: optimizers.LossScaleOptimizer(kind())
 
 
-def test_one_worker_has_nothing_to_divide():
+def test_sharding_does_not_change_a_single_worker():
     weights = []
     for sharded in (False, True):
         model = zoo.dense("adam")
@@ -58,7 +58,7 @@ def test_one_worker_has_nothing_to_divide():
         (RING, optimizers.Adam, {"dtype": "bfloat16"}, "has dtype bfloat16"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(job, optimizer, others, named):
+def test_settings_that_prevent_sharding_are_refused(job, optimizer, others, named):
     dense = keras.layers.Dense(2, dtype=others.get("dtype"))
     model = keras.Sequential([keras.Input((3,)), dense])
     model.compile(optimizer(), "mse")
@@ -70,7 +70,7 @@ def test_what_cannot_be_divided_is_refused(job, optimizer, others, named):
 
 @pytest.mark.parametrize("shape", [(7, 3), (5,), (4, 2, 3)])
 @pytest.mark.parametrize("workers", [2, 3, 30])
-def test_parts_of_a_gradient_by_rows_are_those_of_the_dense_one(shape, workers):
+def test_shards_of_a_sparse_gradient_equal_the_dense_one(shape, workers):
     rows = tf.constant([3, 0, 2])
     values = tf.constant(np.random.default_rng(3).normal(size=(3, *shape[1:])), tf.float32)
     slices = tf.IndexedSlices(values, rows, tf.constant(shape))

@@ -84,7 +84,7 @@ def test_arrays_are_packed_and_converted_as_keras_does():
         keras.config.set_floatx("float32")
 
 
-def test_arrays_equal_what_keras_array_adapter_gives():
+def test_arrays_equal_the_array_adapter_of_keras():
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
     y, weight = Y[:, None].astype(np.uint8), RNG.random(20)
@@ -97,7 +97,7 @@ def test_arrays_equal_what_keras_array_adapter_gives():
         assert np.array_equal(mine, other)
 
 
-def test_a_graph_captures_the_arrays_and_does_not_hold_a_copy():
+def test_a_graph_captures_arrays_without_copying_them():
     source = ArraySource(np.zeros([1000, 1000], np.float32))
     traced = tf.function(source.gather).get_concrete_function(tf.TensorSpec([None], tf.int64))
     assert len(traced.graph.as_graph_def().SerializeToString()) < 10_000
@@ -105,7 +105,7 @@ def test_a_graph_captures_the_arrays_and_does_not_hold_a_copy():
     assert source.gather(tf.zeros([0], tf.int64)).shape == (0, 1000)
 
 
-def test_arrays_sent_to_another_process_are_all_that_is_read():
+def test_a_process_reads_only_the_arrays_sent_to_it():
     source = ArraySource({"a": X}, Y, sample_weight=None)
     sent = next(iter(tf.data.Dataset.from_tensors(source.arrays()).repeat()))
     doubled = tf.nest.map_structure(lambda leaf: leaf * 2, sent)
@@ -154,7 +154,7 @@ def test_bad_arrays_are_refused(make, where, code):
         (">f8", np.s_[:], False),
     ],
 )
-def test_a_memory_map_is_read_from_its_own_file_where_that_can_be(tmp_path, dtype, view, is_mapped):
+def test_a_memory_map_is_read_from_its_own_file(tmp_path, dtype, view, is_mapped):
     values = (X * 2).astype(dtype)
     np.save(tmp_path / "x.npy", values)
     array = np.load(tmp_path / "x.npy", mmap_mode="r")[view]
@@ -172,7 +172,7 @@ def test_private_changes_of_a_memory_map_are_kept(tmp_path):
     assert np.array_equal(source.gather([3]), np.full([1, 3], 7))
 
 
-def test_arrays_that_no_message_to_a_ps_worker_carries_are_refused(tmp_path, monkeypatch):
+def test_arrays_too_large_for_ps_messages_are_refused(tmp_path, monkeypatch):
     np.save(tmp_path / "x.npy", X)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     monkeypatch.setattr(arrays_module, "MEMORY_LIMIT_BYTES", Y.nbytes)
@@ -182,7 +182,7 @@ def test_arrays_that_no_message_to_a_ps_worker_carries_are_refused(tmp_path, mon
     assert refusal(lambda: check_supported(large, KINDS["ps"])).code == "too-large"
 
 
-def test_a_mapped_file_is_sent_as_the_operation_that_maps_it(tmp_path):
+def test_a_mapped_file_is_sent_as_its_operation(tmp_path):
     X.astype(np.float32).tofile(tmp_path / "x.bin")
     source = ArraySource(np.memmap(tmp_path / "x.bin", np.float32, "r", shape=X.shape))
 
@@ -232,7 +232,7 @@ def test_a_collection_is_read_by_index():
     assert examples.asked == [5, 1]
 
 
-def test_examples_are_converted_and_may_hold_strings_and_numbers_that_the_first_type_holds():
+def test_converted_examples_may_hold_strings_and_numbers():
     source = PythonSource(Squares(), convert=lambda example: {"text": str(example[1])})
     assert source.element_spec == {"text": tf.TensorSpec([], tf.string)}
     assert source.fetch(np.array([3]))["text"].tolist() == ["9"]
@@ -251,7 +251,7 @@ def test_examples_are_converted_and_may_hold_strings_and_numbers_that_the_first_
         ({"a": 1, "b": 2}, {"a": 1, "c": 3}, "structures-differ"),
     ],
 )
-def test_an_example_that_would_be_cut_or_mixed_up_is_named(first, later, code):
+def test_an_example_that_would_lose_data_is_named(first, later, code):
     source = PythonSource([first, later])
     assert refused(lambda: source.fetch(np.array([0, 1]))) == ("example 1", code)
 
@@ -269,7 +269,7 @@ AB = ({"a": np.ones(4), "b": np.zeros(4)}, np.arange(4))
         ((AB, AB, (AB[0], np.arange(4) / 2)), "types-differ"),
     ],
 )
-def test_a_py_dataset_whose_last_batch_is_none_or_another_kind_is_refused(batches, code):
+def test_a_bad_last_batch_of_a_pydataset_is_refused(batches, code):
     last = len(batches) - 1
     found = refused(lambda: PyDatasetSource(Batches(*batches)).fetch_batch(last))
     assert found == (f"Batches[{last}]", code)
@@ -295,11 +295,11 @@ def generated():
         (tf.data.Dataset.from_tensor_slices((X, Y)), {}, "tf.data.Dataset", "not-batched"),
     ],
 )
-def test_what_is_no_data_is_refused(x, more, where, code):
+def test_unsupported_data_are_refused(x, more, where, code):
     assert refused(lambda: as_source(x, **more)) == (where, code)
 
 
-def test_what_leads_to_the_source_for_it_is_said():
+def test_errors_name_the_source_for_the_data():
     assert "tfdist.data.from_tfds" in refusal(lambda: as_source("cifar10")).fix
     assert refused(as_source(lambda context: X).dataset_for) == ("<lambda>", "unsupported-data")
 
@@ -353,7 +353,7 @@ def with_weights():
         (lambda: lambda context: tf.data.Dataset.range(9).batch(2), None),
     ],
 )
-def test_what_a_ps_worker_cannot_read_is_refused_there_alone(make, code):
+def test_sources_unreadable_by_ps_workers_are_refused_under_ps(make, code):
     source = as_source(make())
     for strategy in ("single", "mirrored", "multiworker"):
         check_supported(source, KINDS[strategy])

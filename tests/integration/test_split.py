@@ -118,7 +118,7 @@ def in_a_loop_after_a_write(variable):
     ],
     ids=lambda step: step.__name__,
 )
-def test_a_step_that_writes_and_reads_again_is_that_of_a_whole_variable(step):
+def test_a_split_variable_steps_like_a_whole_one(step):
     parts, whole = traced(step, in_parts()), traced(step, keras.Variable(START))
     for _ in range(2):
         for seen, expected in zip(parts(), whole(), strict=True):
@@ -148,7 +148,7 @@ def test_an_update_in_a_loop_is_refused(step):
     assert refused(lambda: traced(step, in_parts())) == ("step", "split-variable")
 
 
-def test_a_gradient_whose_shape_is_known_at_run_time_alone_is_divided_among_the_parts():
+def test_a_gradient_of_dynamic_shape_is_split_among_partitions():
     variable, found = in_parts().value, []
     shapes = [None, [None, 2], [3, 2], [], [2, 2]]
 

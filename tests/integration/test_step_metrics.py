@@ -39,14 +39,14 @@ KEYS = {key: [key] for key in [*figures.LOGGED, *figures.FED]} | {
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("row", KEYS)
-def test_a_metric_has_one_value_on_any_number_of_replicas(strategies, row, replicas):
+def test_a_metric_is_equal_on_any_number_of_replicas(strategies, row, replicas):
     ours = found(replicas, strategies[replicas])
     for key in KEYS[row]:
         equal(ours, expected(), key)
 
 
 @pytest.mark.parametrize("key", figures.MIXED)
-def test_a_log_of_a_metric_and_something_else_is_refused_by_its_key(strategies, key):
+def test_a_log_mixing_a_metric_is_refused_by_key(strategies, key):
     with strategies[2].scope():
         model = figures.figures(mixed=key)
     for action in (tfdist.fit, tfdist.evaluate):
@@ -77,7 +77,7 @@ def test_a_step_loop_returns_results_of_all_its_steps(strategies):
     assert [two[i]["twice"] for i in (0, 1, 3)] == [6, 10, 2]
 
 
-def test_a_function_that_updates_a_metric_may_return_a_loss(strategies):
+def test_a_metric_updating_function_may_return_a_loss(strategies):
     with strategies[2].scope():
         auc = keras.metrics.AUC()
 
@@ -121,7 +121,7 @@ def in_a_condition(metric, x):
     ],
     ids=["examples by Python", "in a condition"],
 )
-def test_an_update_that_may_count_otherwise_is_warned_of(strategies, warnings, update, line):
+def test_an_update_with_another_count_warns(strategies, warnings, update, line):
     with strategies[2].scope():
         model = Updating([keras.Input((6,)), keras.layers.Dense(3)])
         model.compile(update)

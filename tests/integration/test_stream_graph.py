@@ -36,7 +36,7 @@ def test_a_reading_that_was_dropped_leaves_its_cache_whole():
         assert len(values(read(dataset, Reading()))) == 4
 
 
-def test_the_end_of_what_fills_a_cache_takes_a_call_that_fails_once_it_is_cancelled(tmp_path):
+def test_datasets_that_fill_a_cache_get_a_guard(tmp_path):
     rows = tf.data.Dataset.range(8).batch(2).prefetch(2)
     inner = plain(lambda n: tf.data.Dataset.range(2).prefetch(1).cache())
     for dataset, count in (
@@ -57,7 +57,7 @@ def test_the_end_of_what_fills_a_cache_takes_a_call_that_fails_once_it_is_cancel
         assert first == second == values(dataset)
 
 
-def test_a_file_cache_that_was_cut_before_ends_the_run_with_that_reason(tmp_path, strategies):
+def test_a_truncated_file_cache_ends_the_run_with_reason(tmp_path, strategies):
     def pairs(count):
         rows = np.arange(count, dtype="float32")[:, None]
         pairs = tf.data.Dataset.from_tensor_slices((rows, rows)).batch(1)
@@ -77,7 +77,7 @@ def one_layer(strategies):
     return model
 
 
-def test_a_cache_or_snapshot_is_filled_once_for_all_readings_and_not_by_a_peek(tmp_path):
+def test_a_cache_is_filled_once_and_not_by_peeks(tmp_path):
     calls = []
 
     def seen(number):
@@ -132,7 +132,7 @@ UNSEEDED = {
 
 
 @pytest.mark.parametrize("kind", UNSEEDED)
-def test_draws_without_a_seed_follow_the_seed_of_the_run(kind):
+def test_unseeded_draws_follow_the_seed_of_the_run(kind):
     reading = Reading(seed=1, in_step=True)
     first, second = (values(read(UNSEEDED[kind](), reading).repeat(2)) for _ in range(2))
     assert first == second
@@ -148,7 +148,7 @@ def test_draws_differ_between_passes_and_between_inner_datasets():
     assert len({tuple(row) for row in inner}) == 3
 
 
-def test_parts_of_a_dataset_that_is_shuffled_once_stay_apart():
+def test_parts_of_a_dataset_shuffled_once_stay_disjoint():
     """As TensorFlow's tutorials split a dataset; each part is read with the seed of its reader."""
     whole = tf.data.Dataset.range(20).shuffle(20, reshuffle_each_iteration=False)
     train = values(read(whole.skip(5).shuffle(20), Reading(seed=1)).repeat(2))
@@ -212,7 +212,7 @@ def test_another_process_gets_the_graph_with_the_seeds():
     assert sorted(found[0]) == list(range(20))
 
 
-def test_what_a_pass_to_count_batches_leaves_in_a_cache_follows_the_seed(strategies):
+def test_a_cache_filled_by_counting_follows_the_seed(strategies):
     def numbers(seed):
         drawn = tf.data.Dataset.range(8).map(lambda _: tf.random.uniform([])).cache()
         data = drawn.filter(lambda _: True).batch(4)
@@ -224,7 +224,7 @@ def test_what_a_pass_to_count_batches_leaves_in_a_cache_follows_the_seed(strateg
     assert numbers(1) == numbers(1) != numbers(2)
 
 
-def test_a_resumed_run_reads_an_unseeded_shuffle_in_the_same_order(strategies, tmp_path):
+def test_a_resumed_run_repeats_an_unseeded_shuffle(strategies, tmp_path):
     def run(epochs, directory):
         seen = []
 

@@ -57,7 +57,7 @@ def splits(data_dir):
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("split", ["test", "train[10%:35%]+test", "train[:7]"])
-def test_past_the_limit_the_files_are_read_by_index_in_the_same_order(data_dir, split):
+def test_beyond_the_limit_files_are_read_by_index(data_dir, split):
     in_memory = tfds.from_tfds("tfdist_digits", split, data_dir=data_dir)
     by_index = tfds.from_tfds("tfdist_digits", split, data_dir=data_dir, memory_limit_bytes=0)
     assert isinstance(by_index, TFRecordSource)
@@ -96,7 +96,7 @@ def test_three_processes_prepare_once(tmp_path):
     assert whole.count("preparing dataset tfdist_digits in") == 1, whole
 
 
-def test_a_task_that_waits_too_long_says_for_whom_and_gives_up(tmp_path, caplog):
+def test_a_timeout_while_preparing_names_the_other_process(tmp_path, caplog):
     caplog.set_level("INFO", logger="tfdist")
     with (
         exclusive(tmp_path / ".tfdist-tfdist_digits.lock", purpose="held", timeout_s=1),
@@ -116,7 +116,7 @@ def test_examples_of_no_fixed_shape_are_refused(data_dir):
     assert told.code == "shapes-differ"
 
 
-def test_an_unknown_dataset_or_split_is_one_line(data_dir):
+def test_unknown_datasets_and_splits_are_a_one_line_error(data_dir):
     told = refusal(lambda: tfds.from_tfds("tfdist_digit", "train", data_dir=data_dir))
     assert "did you mean 'tfdist_digits'" in told.problem
     with pytest.raises(TfdistError, match=r"^dataset tfdist_digits: .*tran.*train.*test") as raised:
@@ -140,9 +140,7 @@ print(len(dataset), image.shape, image.dtype.name, info.features["label"].num_cl
 """
 
 
-def test_the_splits_hold_every_digit_of_scikit_learn_once_and_are_the_same_every_time(
-    splits, tmp_path
-):
+def test_the_splits_hold_every_digit_once_and_repeatably(splits, tmp_path):
     (train, train_labels), (test, test_labels) = splits["train"], splits["test"]
     assert (train.shape, test.shape) == ((1442, 8, 8, 1), (355, 8, 8, 1))
     assert train.dtype == np.uint8
@@ -160,7 +158,7 @@ def test_the_splits_hold_every_digit_of_scikit_learn_once_and_are_the_same_every
     assert np.array_equal(again[1], test_labels)
 
 
-def test_tfds_load_works_in_a_fresh_process_and_writes_nothing_into_the_package(tmp_path):
+def test_tfds_load_works_without_writing_into_the_package(tmp_path):
     package = Path(tfdist.data.digits.__file__).parent
     before = sorted(path.name for path in package.iterdir())
     environ = {
@@ -175,7 +173,7 @@ def test_tfds_load_works_in_a_fresh_process_and_writes_nothing_into_the_package(
     assert sorted(path.name for path in package.iterdir()) == before
 
 
-def test_without_scikit_learn_the_line_to_type_is_given(tmp_path, monkeypatch):
+def test_a_missing_scikit_learn_gives_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     told = refusal(lambda: tfds.from_tfds("tfdist_digits", "train", data_dir=tmp_path))
     assert told.code == "missing-package"

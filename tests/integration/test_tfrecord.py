@@ -70,7 +70,7 @@ def test_every_record_is_found_by_its_number(source):
     assert source.gather(tf.constant([4, 4, 14]))[1].numpy().tolist() == [4, 4, 14]
 
 
-def test_records_are_read_in_a_dataset_and_on_a_worker(source):
+def test_records_are_read_in_a_dataset_and_on_workers(source):
     steps = tf.data.Dataset.range(3).map(
         lambda step: source.gather(step + tf.constant([0, 9], "int64"))
     )
@@ -86,7 +86,7 @@ def test_records_are_read_in_a_dataset_and_on_a_worker(source):
     assert traced()[1].numpy().tolist() == [7, 12]
 
 
-def test_runs_of_records_can_be_chosen_and_do_not_leave_their_files(files):
+def test_spans_select_records_within_their_files(files):
     first, second = (str(files / f"part-{number}.tfrecord") for number in (0, 1))
 
     def chosen(*spans):
@@ -132,7 +132,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path, content):
     assert not list((tmp_path / "cache").glob(".partial-*"))
 
 
-def test_a_path_is_taken_as_it_is(tmp_path):
+def test_a_path_with_brackets_is_not_a_pattern(tmp_path):
     path = tmp_path / "run [1]" / "a.tfrecord"
     write(path, [3])
     source = TFRecordSource(path, parse, cache_dir=tmp_path / "cache")
@@ -140,7 +140,7 @@ def test_a_path_is_taken_as_it_is(tmp_path):
     assert refusal(lambda: TFRecordSource([], parse)).code == "unreadable"
 
 
-def test_a_cache_that_cannot_be_made_is_one_line(files):
+def test_an_impossible_cache_directory_is_a_one_line_error(files):
     cache = files / "part-0.tfrecord" / "cache"
     with pytest.raises(TfdistError, match=f"index of .* in {cache}: Not a directory"):
         TFRecordSource(files / "part-1.tfrecord", parse, cache_dir=cache)
@@ -180,7 +180,7 @@ def lose_home(home, monkeypatch):
 
 
 @pytest.mark.parametrize("spoil", [None, own_by_another, open_to_others, open_above, lose_home])
-def test_an_index_that_another_user_could_plant_is_not_used(files, monkeypatch, spoil):
+def test_an_index_from_another_user_is_not_used(files, monkeypatch, spoil):
     monkeypatch.setenv("HOME", str(files))
     monkeypatch.chdir(files)
     names = [str(files / "part-0.tfrecord")]
@@ -197,7 +197,7 @@ def test_an_index_that_another_user_could_plant_is_not_used(files, monkeypatch, 
     assert cache.private_cache_dir() == (None if spoil else private)
 
 
-def test_a_link_that_another_user_made_is_no_private_cache(tmp_path, monkeypatch):
+def test_a_link_from_another_user_is_no_private_cache(tmp_path, monkeypatch):
     """As in /tmp, if that is HOME: the link is another user's, the directory behind it is mine."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine" / "tfdist").mkdir(parents=True)

@@ -78,7 +78,7 @@ def epochs_in(told):
     return [what["epoch"] for _, what in told if "epoch" in what]
 
 
-def test_a_hook_of_a_class_derived_from_a_trackers_sees_every_batch(board):
+def test_a_hook_in_a_derived_tracker_sees_every_batch(board):
     derived = type("Mine", (board,), {"on_train_batch_end": lambda self, batch, logs=None: None})
     derived.__module__ = "mine"
     wrapper = trackers.wrapped(derived())
@@ -88,7 +88,7 @@ def test_a_hook_of_a_class_derived_from_a_trackers_sees_every_batch(board):
         assert not wants_every_batch(callback, mode="train")
 
 
-def test_one_that_fails_is_left_out_with_one_warning(strategies, board, told, caplog):
+def test_a_failing_tracker_is_skipped_with_one_warning(strategies, board, told, caplog):
     def fail(self, batch, logs=None):
         raise ConnectionError("nobody there")
 
@@ -121,9 +121,7 @@ def multiples_of_5(ends):
 
 
 @pytest.mark.parametrize("freq", ["epoch", 5])
-def test_tensorboard_shortens_no_block_and_has_each_step_after_a_kill(
-    strategies, tmp_path, blocks, freq
-):
+def test_tensorboard_has_each_step_once_after_a_kill(strategies, tmp_path, blocks, freq):
     training, validation = tmp_path / "logs" / "train", tmp_path / "logs" / "validation"
 
     def attempt(*more):
@@ -257,7 +255,7 @@ def logged_offline(directory):
 
 
 @pytest.mark.parametrize("freq", ["epoch", "batch", 5])
-def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_path, blocks, freq):
+def test_wandb_resumes_its_run_with_each_step_once(wandb, strategies, tmp_path, blocks, freq):
     begun = []
 
     def attempt(*more):
@@ -285,9 +283,7 @@ def test_wandb_goes_on_in_its_run_with_each_step_once(wandb, strategies, tmp_pat
         assert steps == [last - 1 for last in multiples_of_5(ends)]
 
 
-def test_a_run_that_is_begun_again_before_a_checkpoint_logs_no_epoch_twice(
-    strategies, board, told, tmp_path
-):
+def test_a_restart_before_a_checkpoint_logs_no_epoch_twice(strategies, board, told, tmp_path):
     first = board()
     with pytest.raises(Killed):
         train(strategies[1], [first, KillAt(0), tfdist.BackupAndRestore(tmp_path)])
@@ -298,7 +294,7 @@ def test_a_run_that_is_begun_again_before_a_checkpoint_logs_no_epoch_twice(
 @pytest.mark.parametrize(
     "state", [[], *({"run": run, "package": "mlflow"} for run in ("../x", "http://h/", [], 1, ""))]
 )
-def test_a_run_of_no_id_in_a_checkpoint_is_not_gone_on_with(monkeypatch, state):
+def test_a_malformed_run_id_in_a_checkpoint_is_ignored(monkeypatch, state):
     resumed = []
     monkeypatch.setattr(trackers, "_resume", lambda *args: resumed.append(args))
     monkeypatch.setattr(trackers, "_logged_in_mlflow", lambda *args: {})
@@ -311,7 +307,7 @@ def test_a_run_of_no_id_in_a_checkpoint_is_not_gone_on_with(monkeypatch, state):
 
 
 @pytest.mark.parametrize("text", ["[]", '{"run": "mine"}', '{"run": "mine", "step": "9"}', None])
-def test_an_odd_journal_of_a_tracker_is_passed_by(monkeypatch, tmp_path, text):
+def test_an_invalid_journal_of_a_tracker_is_ignored(monkeypatch, tmp_path, text):
     monkeypatch.setattr(trackers, "run_of", lambda *args: "mine")
     path = tmp_path / "tracker-0.json"
     path.write_text(text) if text else os.mkfifo(path)

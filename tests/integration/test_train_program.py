@@ -50,7 +50,7 @@ def finished(tmp_path_factory):
     return run_dir
 
 
-def test_the_run_directory_is_that_of_the_design(finished):
+def test_the_run_directory_has_its_documented_files(finished):
     names = {"config.json", "metrics.jsonl", "summary.json"}
     assert names | {"tensorboard", "checkpoints"} <= set(os.listdir(finished))
     config = json.loads((finished / "config.json").read_text())
@@ -96,7 +96,7 @@ def test_katib_reads_the_metrics_of_each_virtual_epoch(finished, tmp_path):
     assert sorted(reported(again)) == sorted(found)
 
 
-def test_a_run_saves_its_model_and_is_exported_with_its_normalisation_inside(finished, tmp_path):
+def test_an_exported_run_includes_its_normalisation(finished, tmp_path):
     import keras
     import numpy as np
     import tensorflow as tf
@@ -120,7 +120,7 @@ def test_a_run_saves_its_model_and_is_exported_with_its_normalisation_inside(fin
     assert (manifest["run"], manifest["step"]) == (str(finished), 21)
 
 
-def test_a_sweep_is_exported_as_the_best_model_of_its_best_trial(finished, tmp_path):
+def test_a_sweep_exports_the_model_of_its_best_trial(finished, tmp_path):
     from tfdist.serving.export import read_model
 
     sweep = tmp_path / "sweep"
@@ -154,7 +154,7 @@ def test_a_run_is_exported_in_its_precision(finished):
     assert (hidden, logits) == ("bfloat16", "float32")
 
 
-def test_a_run_killed_after_a_checkpoint_ends_as_if_it_had_not_been(finished, tmp_path):
+def test_a_killed_run_ends_like_an_undisturbed_one(finished, tmp_path):
     run_dir = tmp_path / "run"
     arguments = [*SHORT, "--config.seed=5"]
     often = ("--config.backup_every_steps=4", f"--config.run_dir={run_dir}")
@@ -190,7 +190,7 @@ def test_a_run_killed_just_before_its_summary_gets_it(finished, tmp_path):
     assert without_rate(run_dir) == without_rate(finished)
 
 
-def test_overwrite_runs_again_with_another_seed_and_keeps_the_old(finished, tmp_path, monkeypatch):
+def test_overwrite_starts_again_and_keeps_the_old_run(finished, tmp_path, monkeypatch):
     shutil.copytree(finished, tmp_path / "run")
     with monkeypatch.context() as patch:  # started again by a launcher, it goes on
         patch.setenv("TFDIST_RESTARTS", "1")
@@ -204,7 +204,7 @@ def test_overwrite_runs_again_with_another_seed_and_keeps_the_old(finished, tmp_
     assert old["weights_sha256"] == first["weights_sha256"]
 
 
-def test_patience_ends_a_run_that_does_not_get_better_in_a_directory_of_its_own(tmp_path):
+def test_patience_stops_a_run_in_its_own_directory(tmp_path):
     arguments = ["--config.early_stopping_patience=1", "--config.learning_rate=1e-30"]
     done = train(None, *SHORT, *arguments, "--config.checkpoints=10", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -216,14 +216,14 @@ def test_patience_ends_a_run_that_does_not_get_better_in_a_directory_of_its_own(
     assert summary["virtual_epochs"] < 10
 
 
-def test_runs_that_begin_in_one_second_have_directories_of_their_own():
+def test_runs_started_in_one_second_have_separate_directories():
     from tfdist.app.run import _run_dir
 
     config, now = Mock(run_dir="", dataset="mnist", model="cnn"), datetime.now(UTC)
     assert _run_dir(config, None, now=now) != _run_dir(config, None, now=now)
 
 
-def test_a_loss_that_is_not_a_number_is_one_line(tmp_path):
+def test_a_nan_loss_is_a_one_line_error(tmp_path):
     wild = ["--config.model=dense", "--config.optimizer=sgd", "--config.learning_rate=1e20"]
     done = train(tmp_path / "run", *SHORT, *wild)
     assert done.returncode == 1
@@ -240,7 +240,7 @@ def test_a_loss_that_is_not_a_number_is_one_line(tmp_path):
         ("--config.strategy=multiworker", "TF_CONFIG has no cluster"),
     ],
 )
-def test_what_only_data_or_cluster_can_tell_is_one_line_too(tmp_path, argument, says):
+def test_errors_from_data_or_cluster_are_one_line(tmp_path, argument, says):
     done = train(tmp_path / "run", argument)
     assert done.returncode == 2, done.stderr
     assert says in done.stderr.splitlines()[-1]

@@ -115,7 +115,7 @@ def opened(tuner: str, sweep_dir: Path) -> Any:
 
 
 @pytest.mark.parametrize("tuner", TUNERS)
-def test_a_chief_killed_at_every_seventh_write_finds_the_same_trials(tuner, tmp_path, capsys):
+def test_a_chief_killed_repeatedly_finds_the_same_trials(tuner, tmp_path, capsys):
     """KerasTuner opens what it has written."""
     whole = world_of(tuner, tmp_path / "whole")
     whole.run()
@@ -132,9 +132,7 @@ def test_a_chief_killed_at_every_seventh_write_finds_the_same_trials(tuner, tmp_
 
 
 @pytest.mark.parametrize("tuner", TUNERS)
-def test_an_oracle_that_is_brought_to_any_line_of_a_journal_answers_as_the_one_before(
-    tuner, tmp_path, monkeypatch
-):
+def test_a_replayed_oracle_answers_like_the_original_one(tuner, tmp_path, monkeypatch):
     """With several trials at once, too: it guesses at the results of those under way."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     world = world_of(tuner, tmp_path / "sweep", slots=3)
@@ -240,7 +238,7 @@ def test_spaces_that_optuna_cannot_search_are_refused(tmp_path, tuner, source, s
 
 
 @pytest.mark.parametrize("tuner", ["random", "grid"])
-def test_several_at_once_find_the_same_set_and_a_grid_in_its_order(tuner, tmp_path):
+def test_parallel_trials_draw_the_same_set_of_values(tuner, tmp_path):
     at_once: list[int] = []
 
     def values(name: str, *, at: int | None = None, **options: Any) -> list[str]:
@@ -258,13 +256,13 @@ def test_several_at_once_find_the_same_set_and_a_grid_in_its_order(tuner, tmp_pa
         assert three == one
 
 
-def test_results_that_cannot_be_written_are_one_line(tmp_path):
+def test_unwritable_results_are_a_one_line_error(tmp_path):
     (tmp_path / "keras_tuner").touch()
     with pytest.raises(TfdistError, match="/keras_tuner: File exists"):
         search_of("random", space_of(tmp_path, SPACE), tmp_path, [])
 
 
-def test_hyperband_goes_on_with_the_run_of_the_trial_it_continues(tmp_path):
+def test_hyperband_continues_the_run_of_an_earlier_trial(tmp_path):
     trials = world_of("hyperband", tmp_path / "sweep").run().state.trials
     continued = [t for t in trials.values() if "tuner/trial_id" in t.values]
     assert len(continued) >= 3  # a failed trial takes the place of one that would go on
@@ -275,7 +273,7 @@ def test_hyperband_goes_on_with_the_run_of_the_trial_it_continues(tmp_path):
     assert {t.until for t in trials.values()} == {1, 3, None}
 
 
-def test_more_trials_can_be_asked_for_later(tmp_path):
+def test_a_sweep_can_be_extended_with_more_trials(tmp_path):
     five = world_of("random", tmp_path / "sweep", max_trials=5)
     five.run()
     book = Journal(five.path / "journal.jsonl", time_of_day=lambda: 1.0)
@@ -289,7 +287,7 @@ def test_more_trials_can_be_asked_for_later(tmp_path):
 # The search space of a config file.
 
 
-def test_conditional_and_nested_hyperparameters_are_known_before_the_first_trial(tmp_path):
+def test_nested_hyperparameters_are_known_before_the_first_trial(tmp_path):
     space = space_of(tmp_path, SPACE)
     names = [one.name for one in space.hyperparameters.space]
     assert names == ["optimizer", "learning_rate", "momentum", "clip_norm"]
@@ -320,12 +318,12 @@ def test_conditional_and_nested_hyperparameters_are_known_before_the_first_trial
         ('def space(hp, c):\n    c.droput = hp.Float("d", 0.0, 0.5)\n', ", line 2", "CFG003"),
     ],
 )
-def test_a_space_that_cannot_be_is_refused(tmp_path, source, line, code):
+def test_an_invalid_search_space_is_refused(tmp_path, source, line, code):
     where = f"{tmp_path / 'config.py'}{line}"
     assert refused(lambda: space_of(tmp_path, source)) == (where, code)
 
 
-def test_values_out_of_range_are_refused_before_anything_is_started(tmp_path):
+def test_out_of_range_values_are_refused_before_any_start(tmp_path):
     space = space_of(tmp_path, 'def space(hp, c):\n    c.dropout = hp.Float("d", 0.5, 3.0)\n')
     assert refused(lambda: space.flags({"d": 2.5}))[0] == "config.dropout"
 
@@ -350,9 +348,7 @@ def run(options: SweepOptions, config: Any = None) -> int:
     return sweep.run(ConfigSweep(options, config or base(), {}))[0]
 
 
-def test_a_finished_sweep_says_so_and_a_changed_one_is_refused_with_the_difference(
-    tmp_path, finished, capsys
-):
+def test_a_finished_sweep_refuses_changes_with_the_difference(tmp_path, finished, capsys):
     assert run(finished) == 0
     assert "all trials finished" in capsys.readouterr().out
     config = base()
@@ -373,13 +369,13 @@ def test_a_finished_sweep_says_so_and_a_changed_one_is_refused_with_the_differen
         ("validation_split", "", "--objective", "no-validation"),
     ],
 )
-def test_what_does_not_go_together_is_refused(finished, field, value, where, code):
+def test_conflicting_settings_are_refused(finished, field, value, where, code):
     config = base()
     config.update({field: value})
     assert refused(lambda: run(finished, config)) == (where, code)
 
 
-def test_more_processes_than_cpus_are_warned_of(tmp_path, caplog):
+def test_more_processes_than_cpus_warn(tmp_path, caplog):
     def threads(parallel: int) -> str:
         options = RunOptions(
             sweep_dir=tmp_path, parallel_trials=parallel, strategy="multiworker", workers=2
@@ -401,7 +397,7 @@ def hparams_in(path: Path) -> tuple[EventAccumulator, dict[str, bytes]]:
     return events, events.summary_metadata and events.PluginTagToContent("hparams")
 
 
-def test_tensorboard_reads_values_scores_and_ends_and_only_what_is_missing_is_written(tmp_path):
+def test_tensorboard_files_hold_trials_and_are_written_once(tmp_path):
     def trial(name: str, *scores: float) -> list[dict[str, Any]]:
         history = [{"virtual_epoch": n, "val_accuracy": value} for n, value in enumerate(scores, 1)]
         values = {"lr": 0.5, "opt": "adam", "flip": True, "tuner/epochs": 3}

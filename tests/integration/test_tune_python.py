@@ -112,7 +112,7 @@ def test_keras_tuners_own_search_trains_with_the_engine(given, tmp_path, monkeyp
     assert model.evaluate(X, Y, verbose=0)[1] == pytest.approx(best.score)
 
 
-def test_what_saves_the_best_epoch_is_resumed_with_the_trial(tmp_path):
+def test_the_best_epoch_file_is_resumed_with_the_trial(tmp_path):
     path, shapes = tmp_path / "trial_1" / "x", {"input_shape": [None, 4]}
     path.parent.mkdir()
     original = types.SimpleNamespace(
@@ -153,7 +153,7 @@ def test_what_saves_the_best_epoch_is_resumed_with_the_trial(tmp_path):
 # The program, and what is refused.
 
 
-def test_an_interactive_session_is_refused_and_a_program_is_found():
+def test_the_program_is_found_and_interactive_sessions_are_refused():
     session = types.ModuleType("__main__")
     assert refused(lambda: own_program(session, []))[1] == "no-program"
     script = types.ModuleType("__main__")
@@ -196,7 +196,9 @@ WORKERS = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "in
         (hyperband, {"workers_in": WORKERS}, SEARCH, "search-in-a-job"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(tuner_of, options, where, code, tmp_path, monkeypatch):
+def test_search_options_that_cannot_work_are_refused(
+    tuner_of, options, where, code, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     options = dict(options)
     if cluster := options.pop("workers_in", None):
@@ -205,7 +207,7 @@ def test_what_cannot_be_searched_is_refused(tuner_of, options, where, code, tmp_
     assert refused(lambda: tfdist.tuning.search(tuner, X, Y, **options)) == (where, code)
 
 
-def test_arguments_of_fit_and_of_a_fit_of_ones_own_are_known(monkeypatch, tmp_path):
+def test_arguments_of_keras_and_custom_fits_are_checked(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     known = {"epochs": 2, "validation_data": (X, Y), "seed": None}
     from_python.require_known(hyperband(), known)
@@ -217,9 +219,7 @@ def test_arguments_of_fit_and_of_a_fit_of_ones_own_are_known(monkeypatch, tmp_pa
         tfdist.tuning.search(with_a_fit_of_its_own(), X, Y, epochs=2)
 
 
-def test_keras_tuners_own_search_in_every_task_of_a_job_is_refused(
-    tmp_path, monkeypatch, strategies
-):
+def test_search_by_keras_tuner_inside_a_job_is_refused(tmp_path, monkeypatch, strategies):
     monkeypatch.setattr(job, "_made", [Job(strategy=strategies[1], kind=KINDS["multiworker"])])
     tuner = make_tuner(tmp_path, distribution_strategy=strategies[1])
     assert refused(lambda: tuner.search(X, Y)) == ("tuner.search", "search-in-a-job")
@@ -232,7 +232,7 @@ def test_keras_tuners_own_search_in_every_task_of_a_job_is_refused(
         (build, {"objective": ["val_loss", "val_accuracy"]}, "objective", "several-objectives"),
     ],
 )
-def test_what_makes_no_search_is_refused(tmp_path, model, options, where, code):
+def test_tuners_that_cannot_be_searched_are_refused(tmp_path, model, options, where, code):
     tuner = make_tuner(tmp_path, model, **options)
     assert refused(lambda: described_by(tuner, tmp_path)) == (where, code)
 
@@ -250,7 +250,7 @@ def test_what_makes_no_search_is_refused(tmp_path, model, options, where, code):
         ),
     ],
 )
-def test_what_a_tuner_goes_by_is_part_of_what_the_sweep_is(tmp_path, kind, before, now, said):
+def test_settings_of_the_tuner_identify_the_sweep(tmp_path, kind, before, now, said):
     def described(**options: Any) -> Any:
         return described_by(make_tuner(tmp_path, kind=kind, **options), tmp_path, epochs=3)
 
@@ -281,7 +281,7 @@ def names_of(tuner: Any) -> set[str]:
     return {one.name for one in tuner.oracle.get_space().space}
 
 
-def test_what_is_asked_for_in_a_loop_or_an_if_is_known_before_the_first_trial(trials):
+def test_conditional_hyperparameters_in_code_are_known_before_trials(trials):
     tuner = make_tuner(trials.path, by_layers)
     assert names_of(tuner) == {"layers", "kind", "units_0"}
     described = described_by(tuner, trials.path)["space"]
@@ -361,7 +361,7 @@ def trials(tmp_path, strategies, monkeypatch):
     return Trials(tmp_path, strategies[1])
 
 
-def test_what_a_trial_finds_out_too_late_is_refused(trials):
+def test_errors_detected_late_in_a_trial_are_reported(trials):
     """A hyperparameter that is new in `fit`, and an objective that its first epoch does not have"""
 
     class Late(keras_tuner.HyperModel):
@@ -380,7 +380,7 @@ def test_what_a_trial_finds_out_too_late_is_refused(trials):
     assert trials.lines("virtual_epoch", "1") == [1]
 
 
-def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(trials):
+def test_a_trial_with_rare_validation_has_the_best_score(trials):
     tuner = trials.tuner(objective=LOSS_UP)
     outcome = trials.run(tuner, validation_freq=2, epochs=5)
     assert outcome.best_virtual_epoch == 2
@@ -389,12 +389,12 @@ def test_a_trial_that_is_validated_now_and_then_has_the_best_of_what_was_found(t
     assert model.evaluate(X, Y, verbose=0)[0] == pytest.approx(outcome.score)
 
 
-def test_a_loss_that_is_not_finite_fails_the_trial_whatever_the_objective(trials):
+def test_a_non_finite_loss_fails_the_trial(trials):
     with pytest.raises(TfdistError, match="the loss is nan in epoch 1"):
         trials.run(trials.tuner(), data=(X * np.nan, Y), epochs=3)
 
 
-def test_values_that_are_not_tuned_are_those_of_the_best_hyperparameters(trials):
+def test_untuned_values_are_those_of_the_best_hyperparameters(trials):
     """As in KerasTuner: those of a build, of a fit, and of what it looks up by name."""
 
     class Fixed(keras_tuner.HyperModel):
@@ -430,7 +430,7 @@ def test_values_that_are_not_tuned_are_those_of_the_best_hyperparameters(trials)
     assert json.loads(file.read_text())["hyperparameters"]["values"] == wanted
 
 
-def test_a_hypermodel_with_a_fit_of_its_own_is_searched_by_jobs(trials):
+def test_a_hypermodel_with_its_own_fit_runs_in_jobs(trials):
     trials.run(trials.tuner(OwnFit()), {"units": 2, "batch": 16}, epochs=2)
     assert trials.lines("step") == [4, 8]
     assert any((trials.directory().path / "checkpoints").iterdir())
@@ -445,7 +445,7 @@ class Alone(keras_tuner.RandomSearch):
         return {"score": sum(trial.hyperparameters.Float(name, -1, 1) ** 2 for name in self.asks)}
 
 
-def test_a_tuner_without_a_model_is_searched_over_what_it_has_named_before(trials):
+def test_a_tuner_without_a_model_uses_its_declared_space(trials):
     space = keras_tuner.HyperParameters()
     space.Float("x", -1, 1)
 
@@ -460,7 +460,7 @@ def test_a_tuner_without_a_model_is_searched_over_what_it_has_named_before(trial
     assert refused(lambda: run(late)) == ("search space", "new-hyperparameter")
 
 
-def test_a_trial_of_two_executions_gives_their_mean_and_is_not_trained_twice(trials):
+def test_two_executions_give_their_mean_and_train_once(trials):
     directory = trials.directory()
 
     def run() -> tuple[Any, Any]:
@@ -496,9 +496,7 @@ def run_in_hyperband(
     [(9, [1, 2, 4], [[1], [2, 3], [4]]), (1, [1, 2, 2], [[1], [2], []])],
     ids=["worse", "stopped"],
 )
-def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
-    patience, best, done, trials
-):
+def test_a_hyperband_trial_without_improvement_can_be_loaded(patience, best, done, trials):
     """Its score and weights are of its own best epoch; where none was left, of the one before."""
     scores = []
     for number, (first, until) in enumerate([(0, 1), (1, 3), (3, 4)]):
@@ -518,7 +516,7 @@ def test_a_trial_of_hyperband_that_does_not_better_the_one_before_can_be_loaded(
 # The program of a trial.
 
 
-def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(tmp_path, monkeypatch):
+def test_another_search_in_a_trial_is_read_from_disk(tmp_path, monkeypatch):
     """In a trial of a program's second search, the first one is met again."""
     sweep_dir = tmp_path / "first"
     sweep_dir.mkdir()
@@ -538,9 +536,7 @@ def test_a_search_whose_trial_this_is_not_is_read_from_its_directory(tmp_path, m
     assert not (sweep_dir / "keras_tuner" / "oracle.json").exists(), "a trial writes none"
 
 
-def test_a_program_that_catches_what_its_search_raises_ends_with_it_in_a_trial(
-    tmp_path, monkeypatch
-):
+def test_an_exception_caught_around_search_ends_the_trial(tmp_path, monkeypatch):
     """It went on behind the search, and was said not to have come to it."""
 
     def program(argv):
@@ -561,7 +557,7 @@ def test_a_program_that_catches_what_its_search_raises_ends_with_it_in_a_trial(
         trial.main(["program.py"])
 
 
-def test_a_tuner_that_is_made_in_a_trial_deletes_nothing(tmp_path, monkeypatch):
+def test_a_tuner_inside_a_trial_deletes_no_files(tmp_path, monkeypatch):
     """Tasks that start at once would, and one of them find nothing to delete."""
     monkeypatch.setattr(BaseTuner, "__init__", BaseTuner.__init__)  # to be given back
     trial.have_tuners_overwrite_nothing()
@@ -571,9 +567,7 @@ def test_a_tuner_that_is_made_in_a_trial_deletes_nothing(tmp_path, monkeypatch):
     assert (tmp_path / "p" / "kept").exists()
 
 
-def test_the_tuner_of_a_trial_knows_its_space_and_values_and_builds_no_model_for_it(
-    tmp_path, monkeypatch
-):
+def test_the_tuner_of_a_trial_builds_no_model(tmp_path, monkeypatch):
     """A hypermodel that declares what its `fit` asks for has the values of the trial, too."""
     built: list[Any] = []
 

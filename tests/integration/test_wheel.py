@@ -55,7 +55,7 @@ def site(wheel, tmp_path_factory):
     return site
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel):
+def test_the_wheel_holds_exactly_the_package_files(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [path for path in (ROOT / "tfdist").rglob("*") if path.is_file()]
     expected = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}

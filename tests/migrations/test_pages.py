@@ -119,7 +119,7 @@ def test_a_loop_of_horovod(tmp_path):
     assert (tmp_path / "checkpoint-5.h5").exists()
 
 
-def test_a_loop_under_torchrun_goes_on_at_its_checkpoint(tmp_path):
+def test_a_loop_under_torchrun_resumes_from_its_checkpoint(tmp_path):
     page, torchrun = "docs/migrate/torch.md", ("-m", "torch.distributed.run", "--standalone")
     after = "print('epochs from', first)"
     for epochs, first in ((2, 0), (5, 2)):
@@ -139,7 +139,7 @@ def test_a_module_of_lightning(tmp_path):
 @pytest.mark.parametrize(
     ("keras_2", "says"), [(KERAS_2, ""), ("", "ValueError")], ids=["keras_2", "keras_3"]
 )
-def test_the_loop_of_rays_example_trains_with_keras_2_alone(tmp_path, keras_2, says):
+def test_the_loop_of_ray_trains_only_with_keras_2(tmp_path, keras_2, says):
     fewer = ("num_workers=4", "num_workers=2")
     before = keras_2 + IN_RAY + MAKE_MODEL
     script = write(tmp_path, "docs/migrate/ray_train.md", 0, before, fewer=fewer)

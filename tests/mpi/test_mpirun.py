@@ -27,7 +27,7 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_two_ranks_train_what_two_tasks_of_the_launcher_train(tmp_path):
+def test_two_ranks_train_like_two_launcher_tasks(tmp_path):
     ranks, tasks = tmp_path / "mpirun", tmp_path / "launch"
     program = [sys.executable, "-m", "tfdist.train", f"--config.run_dir={ranks}", *DIGITS]
     done = run([*MPIRUN, *program], **ONE_THREAD)
@@ -43,7 +43,7 @@ def test_two_ranks_train_what_two_tasks_of_the_launcher_train(tmp_path):
     assert made["weights_sha256"] == same["weights_sha256"]
 
 
-def test_hosts_that_mpirun_did_not_use_are_refused_by_each_rank():
+def test_hosts_unknown_to_mpirun_are_refused_by_each_rank():
     program = "import os; from tfdist.strategy import make_strategy; make_strategy()"
     done = run([*MPIRUN, sys.executable, "-c", program], TFDIST_HOSTS="a,b")
     assert done.returncode == EXIT_USAGE, done.stderr

@@ -49,14 +49,14 @@ def test_workers_that_read_different_data_end_with_both_digests(job):
         assert len(digests) == 2, line
 
 
-def test_weights_that_the_chief_alone_has_set_are_refused(job):
+def test_weights_set_only_in_the_chief_are_refused(job):
     for call in ("a callback", "fit", "evaluate", "predict"):
         (line,) = {worker["weights"][call] for worker in job[0]}
         assert line.startswith("weights: ")
         assert "only/kernel has different sums in the tasks: " in line
 
 
-def test_random_inputs_of_a_pydataset_are_warned_of(job):
+def test_random_inputs_of_a_pydataset_warn(job):
     assert job[1].count("right for random augmentation") == 1, job[1]
 
 
@@ -90,7 +90,7 @@ UNDER = {
 
 
 @pytest.mark.parametrize("strategy", UNDER, ids=lambda words: words[0])
-def test_runs_of_different_lengths_end_with_two_tasks_and_their_counts(strategy, tmp_path):
+def test_runs_of_different_lengths_end_with_both_counts(strategy, tmp_path):
     words = ("--strategy", *strategy, "--workers=2", str(PROGRAMS / "uneven.py"), str(tmp_path))
     launch(tmp_path / "run", *words, *UNDER[strategy], timeout_s=200)
     found = [json.loads((tmp_path / f"uneven-{i}.json").read_text()) for i in range(2)]

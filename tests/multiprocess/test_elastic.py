@@ -27,7 +27,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.timeout(4 * DEADLINE_S)
-def test_the_bits_do_not_depend_on_the_number_of_workers(tmp_path, undisturbed):
+def test_bits_do_not_depend_on_the_number_of_workers(tmp_path, undisturbed):
     for workers in (2, 3):
         found, files, output = digests_of(tmp_path / f"{workers}", f"--workers={workers}")
         assert found == {f"worker-{i}": undisturbed[0] for i in range(workers)}, output
@@ -35,7 +35,7 @@ def test_the_bits_do_not_depend_on_the_number_of_workers(tmp_path, undisturbed):
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_survivors_go_on_and_a_restarted_worker_joins_with_the_same_bits(tmp_path, undisturbed):
+def test_survivors_continue_and_a_restarted_worker_joins(tmp_path, undisturbed):
     found, files, output = digests_of(
         tmp_path / "run",
         *("--workers=3", "--max_restarts=1"),
@@ -82,7 +82,7 @@ def test_two_hosts_compute_the_same_bits_after_losses(tmp_path, undisturbed):
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_workers_leave_and_join_at_the_users_request(tmp_path, undisturbed):
+def test_resizing_a_job_adds_and_removes_workers(tmp_path, undisturbed):
     found, files, output = digests_of(
         tmp_path / "run", "--workers=3", RESIZES={"1": 1, "2": 4}, JOINED="2"
     )
@@ -94,7 +94,7 @@ def test_workers_leave_and_join_at_the_users_request(tmp_path, undisturbed):
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_the_loss_of_the_chief_before_the_first_step_restarts_the_job(tmp_path, undisturbed):
+def test_losing_the_chief_before_the_first_step_restarts(tmp_path, undisturbed):
     faults = {"worker-0": ["on_epoch_begin", 0]}
     found, files, output = digests_of(
         tmp_path / "run", "--workers=2", "--max_restarts=1", FAULTS=faults, BACKUP="1"

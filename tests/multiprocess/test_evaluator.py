@@ -63,7 +63,7 @@ def test_checkpoints_are_evaluated_beside_a_training_on_two_hosts(
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_an_evaluator_ends_the_training_of_a_ps_job_and_ends_with_it(tmp_path):
+def test_an_evaluator_stops_a_ps_job_and_ends(tmp_path):
     job = TrainingJob(
         tmp_path / "run", "--strategy=ps", "--workers=2", "--evaluator",
         program=(str(PROGRAM), str(tmp_path)),

@@ -25,7 +25,7 @@ EPOCH_STEPS = 24
 DEADLINE_S = 240
 
 
-def test_every_command_of_the_first_tutorial_does_what_it_says(tmp_path, monkeypatch):
+def test_every_command_of_the_first_tutorial_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     commands = [
@@ -50,7 +50,7 @@ def test_every_command_of_the_first_tutorial_does_what_it_says(tmp_path, monkeyp
     assert steps == {"single": done, "mirrored": done, "multiworker": 5 * EPOCH_STEPS, "ps": done}
 
 
-def test_two_models_train_in_a_step_of_ones_own(tmp_path):
+def test_two_models_train_in_a_custom_step(tmp_path):
     saved = tmp_path / "generator.keras"
     flags = ("--strategy", "multiworker", "--workers", "2", str(EXAMPLES / "gan.py"))
     said = launch(
@@ -97,7 +97,7 @@ def web(data: bytes) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         thread.join()
 
 
-def test_two_workers_download_once_and_tell_slack_once(tmp_path, monkeypatch):
+def test_two_workers_download_once_and_notify_slack_once(tmp_path, monkeypatch):
     file = io.BytesIO()
     np.savez(file, x=np.ones((64, 4), "float32"), y=np.ones(64, "float32"))
     program = (str(EXAMPLES / "slack.py"), "--epochs", "2", "--dir", str(tmp_path / "data"))

@@ -148,7 +148,7 @@ def a_stopped_task_is_named_and_the_others_show_their_stacks(hang):
     assert all(map(is_gone, pids.values()))
 
 
-def test_a_stopped_or_silent_task_is_named_and_one_behind_a_pager_is_left_alone(hang):
+def test_silent_tasks_are_named_unless_their_output_is_blocked(hang):
     side_by_side(
         a_task_that_falls_silent_is_named(hang),
         a_stopped_task_is_named_and_the_others_show_their_stacks(hang),

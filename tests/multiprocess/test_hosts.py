@@ -86,7 +86,7 @@ def test_an_agent_starts_its_hosts_tasks_of_one_cluster(job, command, tmp_path):
     assert len(logs) == 4
 
 
-def test_a_remote_shell_gets_variables_by_name_and_its_own_lines_are_skipped(job, tmp_path):
+def test_remote_shells_get_named_variables_and_may_print(job, tmp_path):
     """It prints a banner, and starts with another environment, as sshd does."""
     shell = tmp_path / "shell"
     shell.write_text(
@@ -125,7 +125,7 @@ def test_the_launcher_shows_the_tasks_of_all_hosts(job):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_on_one_host_ends_the_job_on_all_and_is_reported_with_its_host(job, failing):
+def test_a_failure_on_one_host_ends_the_whole_job(job, failing):
     source = INDEX + f"if index == {failing}: print('about to'); raise ValueError('boom')\n" + PAUSE
     running = job(source)
     assert running.end() == 1
@@ -137,7 +137,7 @@ def test_a_failure_on_one_host_ends_the_job_on_all_and_is_reported_with_its_host
 
 
 @pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)], ids=["launcher", "agent", "both"])
-def test_a_signal_to_the_launcher_or_an_agent_stops_the_job_on_all_with_the_save(job, asked):
+def test_a_signal_to_any_host_stops_the_whole_job(job, asked):
     running = job(SAVE)
     running.ready(2)
     agent = agent_of(running)
@@ -180,7 +180,7 @@ def test_a_task_that_hangs_on_another_host_is_found(job, what, cause):
     ],
     ids=["killed", "silent"],
 )
-def test_a_host_whose_agent_is_lost_is_a_failure_that_names_it(job, signum, why):
+def test_a_lost_agent_is_a_failure_of_its_host(job, signum, why):
     running = job(PAUSE)
     running.ready(2)
     began_s = time.monotonic()
@@ -195,7 +195,7 @@ def test_a_host_whose_agent_is_lost_is_a_failure_that_names_it(job, signum, why)
 
 
 @pytest.mark.parametrize("flags", [(), ("--max_restarts", "3")], ids=["once", "restarts"])
-def test_without_the_launcher_all_tasks_of_agents_have_the_whole_grace_to_save(job, flags):
+def test_orphaned_tasks_have_the_whole_grace_to_save(job, flags):
     slow = SAVE.replace("    print('saved'", "    import time; time.sleep(3)\n    print('saved'")
     running = job(slow, *flags)
     running.ready(2)
@@ -210,7 +210,7 @@ def test_without_the_launcher_all_tasks_of_agents_have_the_whole_grace_to_save(j
 RESUMES = ATTEMPT + "if attempt == 1: " + PAUSE + "\nprint('attempt', attempt, index)\n"
 
 
-def test_a_host_whose_agent_is_killed_is_in_the_next_attempt(job):
+def test_the_host_of_a_killed_agent_rejoins(job):
     running = job(RESUMES, "--max_restarts", "1")
     running.ready(2)
     os.kill(agent_of(running), signal.SIGKILL)
@@ -222,7 +222,7 @@ def test_a_host_whose_agent_is_killed_is_in_the_next_attempt(job):
     running.assert_gone()
 
 
-def test_a_new_agent_waits_for_the_tasks_of_one_that_is_stopped_and_then_kills_it(job):
+def test_a_new_agent_waits_for_old_tasks_then_kills(job):
     """So no two tasks write to one run directory."""
     writes = (
         ATTEMPT + "import os, pathlib, time\nsteps = pathlib.Path(f'steps-{index}')\n"
@@ -261,9 +261,7 @@ def shell(tmp_path):
 UNREACHABLE = "ssh: connect to host b port 22: No route to host"
 
 
-def test_without_a_host_that_does_not_come_back_the_others_go_on_where_that_was_asked_for(
-    job, shell
-):
+def test_with_min_workers_the_job_continues_without_a_host(job, shell):
     rsh = shell(f"echo '{UNREACHABLE}' >&2; exit 255")
     flags = ("--min_workers", "1", "--startup_timeout_s", "3", "--max_restarts", "1")
     running = job(RESUMES, *flags, rsh=rsh)
@@ -275,7 +273,7 @@ def test_without_a_host_that_does_not_come_back_the_others_go_on_where_that_was_
     assert [task["task"] for task in report("run")["attempts"][1]["tasks"]] == ["worker-0"]
 
 
-def test_a_host_that_does_not_come_back_ends_the_job(job, shell):
+def test_a_host_that_does_not_return_ends_the_job(job, shell):
     rsh = shell(f"echo '{UNREACHABLE}' >&2; exit 255")
     running = job(RESUMES, "--max_restarts", "1", "--startup_timeout_s", "3", rsh=rsh)
     running.ready(2)
@@ -303,7 +301,7 @@ def lines(job):
     ],
     ids=["silent", "no route", "host key", "password", "name", "python", "other"],
 )  # fmt: skip
-def test_a_host_on_which_no_agent_starts_is_one_line(job, shell, does, code, said):
+def test_a_failed_agent_start_is_a_one_line_error(job, shell, does, code, said):
     running = job(PAUSE, "--startup_timeout_s", "2", rsh=shell(first=f"({does}) >&2"))
     assert running.end() == code
     assert re.search(said, lines(running)[-1]), running.text
@@ -322,7 +320,7 @@ def test_a_host_on_which_no_agent_starts_is_one_line(job, shell, does, code, sai
     ],
     ids=["variable", "version"],
 )
-def test_hosts_that_differ_are_told_in_what_and_start_nothing(job, shell, does, said, tmp_path):
+def test_a_difference_between_hosts_is_named_before_start(job, shell, does, said, tmp_path):
     metadata = tmp_path / "other" / "keras-9.9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: keras\nVersion: 9.9.9\n")
@@ -334,7 +332,7 @@ def test_hosts_that_differ_are_told_in_what_and_start_nothing(job, shell, does, 
     assert not os.path.exists("run")
 
 
-def test_a_run_directory_that_is_not_shared_is_one_line(job, shell, tmp_path):
+def test_an_unshared_run_directory_is_a_one_line_error(job, shell, tmp_path):
     """The other host has another directory at its path."""
     rsh = shell(first=f'exec unshare -rm sh -c "mount -t tmpfs none {tmp_path}/run; $1"')
     (tmp_path / "run").mkdir()

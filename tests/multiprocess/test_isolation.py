@@ -47,7 +47,7 @@ def reached(address):
 
 
 @pytest.mark.parametrize("rights", [(), NO_RIGHTS], ids=["as this user", "without rights"])
-def test_a_job_in_a_network_of_its_own_trains_and_is_not_reached(launch, tmp_path, rights):
+def test_an_isolated_job_trains_and_is_unreachable(launch, tmp_path, rights):
     with contextlib.ExitStack() as stack:
         # Held outside of it: nobody else there listens at a port that has the number of a task's.
         first, last = (stack.enter_context(port).port for port in in_a_row(2))
@@ -68,7 +68,7 @@ def test_a_job_in_a_network_of_its_own_trains_and_is_not_reached(launch, tmp_pat
 
 
 @pytest.mark.parametrize("limit", ["max_user_namespaces", "max_net_namespaces"])
-def test_where_the_kernel_refuses_it_one_line_says_why(tmp_path, limit):
+def test_a_kernel_without_namespaces_is_a_one_line_error(tmp_path, limit):
     command = [*FEW, limit, *NO_RIGHTS, *LAUNCH, "--isolate", "--run_dir=run", "-m", "this"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False
@@ -102,7 +102,7 @@ def descendants(pid):
 
 
 @pytest.mark.parametrize("rights", [(), NO_RIGHTS], ids=["as this user", "without rights"])
-def test_nothing_is_left_if_launcher_and_guardian_are_killed_at_once(launch, rights):
+def test_no_process_survives_killing_launcher_and_guardian(launch, rights):
     os.mkfifo("held")
     held = os.open("held", os.O_RDONLY | os.O_NONBLOCK)
     job = launch(LEAVES, "--isolate", command=(*rights, *LAUNCH))
@@ -120,7 +120,7 @@ def test_nothing_is_left_if_launcher_and_guardian_are_killed_at_once(launch, rig
     os.close(held)
 
 
-def test_signals_and_exit_codes_pass_through_and_a_refused_namespace_is_no_error(launch):
+def test_isolation_passes_signals_and_survives_a_refused_namespace(launch):
     stops = "import os, signal, sys; signal.signal(10, lambda *_: sys.exit(143))\n" + PAUSE
     refused = [*FEW, "max_pid_namespaces", *LAUNCH]
     for command, is_enclosed in ((LAUNCH, True), (refused, False)):

@@ -98,7 +98,7 @@ def test_forked_tasks_draw_random_numbers_of_their_own(launch):
     assert len({number for pair in drawn for number in pair}) == 6
 
 
-def test_a_programs_traceback_is_pythons_own_and_comes_once(launch, tmp_path):
+def test_the_traceback_of_a_program_is_unchanged_and_unique(launch, tmp_path):
     mistyped = launch("x =\n")
     assert mistyped.end() == 1
     own = python(tmp_path / "program.py").stderr
@@ -140,7 +140,7 @@ raise UsageError("--lr", "-1 is too small", fix="write more")
         (MISTAKE, 2, "--lr: -1 is too small. Fix: write more (exit code 2)"),
     ],
 )
-def test_an_exit_code_is_passed_on(launch, command, source, code, cause):
+def test_the_launcher_exits_with_the_code_of_its_task(launch, command, source, code, cause):
     job = launch(source, "--run_dir=run", command=command)
     assert job.end() == code
     assert f"[launch] worker-0 failed first: {cause}\n" in job.text
@@ -195,7 +195,7 @@ def test_a_terminal_gets_colours(launch):
 # the end of a job
 
 
-def test_the_first_failure_ends_everything_and_is_named_before_its_victims(launch):
+def test_the_first_failure_ends_all_and_is_named_first(launch):
     source = """
     import json, os, signal, sys
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
@@ -242,7 +242,7 @@ def test_the_last_line_of_a_stopped_job_resumes_it(launch):
 
 @STARTS
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
-def test_a_signal_reaches_each_task_by_its_name_and_is_the_exit_code(launch, command, signum, code):
+def test_a_signal_reaches_each_task_and_sets_exit_code(launch, command, signum, code):
     """And not what a task has started, such as the readers of its data."""
     source = """
     import os, signal
@@ -287,7 +287,7 @@ def test_ctrl_c_on_a_terminal_reaches_each_task_once(launch):
     assert job.text.count("interrupts: 1") == 2
 
 
-def test_a_signal_that_was_ignored_from_the_start_stays_ignored(launch):
+def test_a_signal_ignored_at_the_start_stays_ignored(launch):
     source = "import os; os.write(1, b'ready %d\\n' % os.getpid()); os.read(os.open('fifo', 0), 1)"
     os.mkfifo("fifo")
     job = launch(source, command=("nohup", *LAUNCH))
@@ -328,7 +328,7 @@ def test_no_process_outlives_its_job(launch, code):
 
 
 @STARTS
-def test_the_kernel_ends_the_tasks_if_launcher_and_guardian_are_killed_at_once(launch, command):
+def test_the_kernel_ends_tasks_of_a_killed_launcher(launch, command):
     job = launch(DEAF, "--workers=2", command=command)
     job.ready(2)
     (guardian,) = (pid for pid, line in children(job.process.pid).items() if "guardian" in line)
@@ -350,7 +350,7 @@ def test_a_job_inside_a_task_ends_with_it(launch, tmp_path):
     job.assert_gone()
 
 
-def test_who_asks_every_process_of_a_job_to_stop_lets_its_tasks_save(launch):
+def test_a_signal_to_every_process_lets_tasks_save(launch):
     """As a service manager does, or a scheduler: the tasks would end with the fork server."""
     job = launch(
         """
@@ -441,7 +441,7 @@ print("done", task)
 
 
 @pytest.mark.parametrize("how", ["fit", "batch", "loop"])
-def test_a_second_task_that_trains_alone_is_stopped_before_it_writes(launch, how):
+def test_a_second_lone_training_task_is_stopped_before_writing(launch, how):
     start = "exec" if how == "fit" else "fork"
     job = launch(ALONE, "--workers=2", f"--start={start}", "--run_dir=run", args=[how])
     assert job.end() == EXIT_USAGE
@@ -463,7 +463,7 @@ def test_a_second_task_that_trains_alone_is_stopped_before_it_writes(launch, how
         ("own strategy", [], 2),
     ],
 )
-def test_tasks_that_train_together_or_one_for_all_are_not_stopped(launch, how, flags, written):
+def test_joint_and_chief_only_trainings_are_not_stopped(launch, how, flags, written):
     job = launch(ALONE, "--workers=2", *flags, args=[how])
     assert job.end() == 0
     assert len(list(Path().glob("written-*"))) == written
@@ -484,7 +484,7 @@ def test_a_reader_that_leaves_ends_the_job(launch):
     job.process.stderr.close()
 
 
-def test_a_reader_that_does_not_read_stops_the_printing_but_no_signal(launch):
+def test_a_blocked_reader_stops_printing_but_no_signal(launch):
     source = """
     import os, select, signal
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -509,7 +509,7 @@ def test_a_reader_that_does_not_read_stops_the_printing_but_no_signal(launch):
 
 
 @pytest.mark.parametrize("files", [10, 14, 18, 24])
-def test_too_few_open_files_are_one_line(launch, files):
+def test_too_few_open_files_are_a_one_line_error(launch, files):
     few = ("sh", "-c", f'ulimit -n {files} && exec "$@"', "sh")
     job = launch("print('hello')", "--workers=2", command=(*few, *LAUNCH))
     code = job.end()

@@ -59,7 +59,7 @@ def run(module, *args):
     return python("-m", module, *args, timeout=DEADLINE_S, env=env)
 
 
-def test_a_running_job_is_seen_from_outside_and_its_report_is_made(launch, port):
+def test_a_running_job_is_visible_and_has_a_report(launch, port):
     job = launch(SOURCE, "--workers=2", f"--metrics_port={port}", "--run_dir=run")
     job.ready(2)
     text = metrics_with(port, 'tfdist_step{task="worker-1"} 8.0')
@@ -91,7 +91,7 @@ def test_metrics_end_with_a_launcher_that_is_killed(launch, port):
     until(lambda: not is_listening(port), within_s=DEADLINE_S)
 
 
-def test_a_script_of_plain_fits_has_curves_and_a_restart_repeats_no_step(tmp_path):
+def test_plain_fits_have_curves_without_repeated_steps(tmp_path):
     program = (str(PROGRAMS / "plain.py"), str(tmp_path))
     said = launch_training(
         tmp_path / "run", "--strategy", "multiworker", "--workers", "2", "--max_restarts", "1",

@@ -78,7 +78,7 @@ def a_peer_that_dies_between_the_meeting_and_tensorflows_start_is_given_up_on(tm
     assert "in make_strategy" in told
 
 
-def test_a_peer_that_does_not_come_or_dies_is_given_up_on(tmp_path):
+def test_a_missing_or_dying_peer_times_out(tmp_path):
     dying = a_peer_that_dies_between_the_meeting_and_tensorflows_start_is_given_up_on(tmp_path)
     side_by_side(*(who_waits_names_whom_and_gives_up(tmp_path, case) for case in CASES), dying)
 
@@ -96,7 +96,7 @@ def ends_with_two_versions(cluster, tmp_path):
     return {name: program.end() for name, program in tasks.items()}
 
 
-def test_a_worker_of_another_version_of_tensorflow_ends_a_ps_job_with_its_name(tmp_path):
+def test_a_ps_job_names_the_worker_with_another_version(tmp_path):
     with held(4) as (chief, ps, *workers):
         cluster = ClusterSpec(chief=(chief,), ps=(ps,), worker=tuple(workers))
         ended = ends_with_two_versions(cluster, tmp_path)
@@ -107,7 +107,7 @@ def test_a_worker_of_another_version_of_tensorflow_ends_a_ps_job_with_its_name(t
     assert [code for code, _ in ended.values()] == [EXIT_OK] * 3, ended
 
 
-def test_workers_of_two_versions_of_tensorflow_end_with_the_names_of_both(tmp_path):
+def test_workers_of_two_tensorflow_versions_are_both_named(tmp_path):
     with held(2) as workers:
         ended = ends_with_two_versions(ClusterSpec(worker=tuple(workers)), tmp_path)
     assert [code for code, _ in ended.values()] == [EXIT_USAGE] * 2, ended
@@ -116,7 +116,7 @@ def test_workers_of_two_versions_of_tensorflow_end_with_the_names_of_both(tmp_pa
     assert f" in worker-0 ({workers[0]}). Fix: " in line
 
 
-def test_a_peer_that_dies_while_tensorflow_waits_for_it_is_given_up_on_too():
+def test_a_peer_lost_during_a_native_wait_times_out():
     program = (
         "import ctypes; from tfdist.strategy.rendezvous import last_resort\n"
         "with last_resort(timeout_s=2.0):\n"

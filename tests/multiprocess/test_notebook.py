@@ -43,7 +43,7 @@ def texts_of(cell):
     return "".join(output.get("text", "") for output in cell.get("outputs", []))
 
 
-def test_the_notebook_of_the_docs_runs_and_shows_what_its_tasks_print(environment):
+def test_the_notebook_runs_and_shows_its_tasks_output(environment):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=DEADLINE_S, kernel_name="python3")
     client.execute()
@@ -56,7 +56,7 @@ def test_the_notebook_of_the_docs_runs_and_shows_what_its_tasks_print(environmen
     assert 'raise ValueError("no data")' in failed.partition("failed first: ValueError")[2]
 
 
-def test_the_notebook_is_kept_without_what_it_printed():
+def test_the_notebook_is_stored_without_outputs():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
 
@@ -78,7 +78,7 @@ tfdist.spawn(train, np.ones((64, 4), "float32"), lr=0.01, workers=2)
 ]
 
 
-def test_a_cell_shows_a_table_of_the_history_and_errors_in_one_line(environment):
+def test_a_cell_shows_the_history_and_short_errors(environment):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in CELLS])
     options = {"timeout": DEADLINE_S, "kernel_name": "python3", "allow_errors": True}
     nbclient.NotebookClient(notebook, **options).execute()

@@ -84,7 +84,7 @@ ON_TWO = ("fits", "compiled", "looks", "scales", "sums")
     ("does", "stages", "workers"),
     [*((does, 2, 2) for does in ON_TWO), ("fits", 3, 3), ("plain", 2, 4)],
 )
-def test_stages_end_with_what_one_process_ends_with(seen_by, does, stages, workers):
+def test_stages_end_like_one_process(seen_by, does, stages, workers):
     out, tasks = seen_by(does, stages, workers)
     assert len(tasks) == workers
     alike = "fits" if does == "compiled" else does
@@ -114,7 +114,7 @@ def test_graphs_of_every_shape_are_trained_evaluated_and_saved(seen_by):
             np.testing.assert_allclose(again, seen["evaluated"][name][0], rtol=1e-4, err_msg=name)
 
 
-def test_two_pipelines_have_one_state(seen_by):
+def test_two_pipelines_have_the_same_state(seen_by):
     _, (first, *others) = seen_by("fits", 2, 4)
     assert len(others) == 3
     for seen in others:
@@ -131,7 +131,7 @@ def test_a_run_saved_on_two_stages_ends_on_three(undisturbed):
         assert seen["weights"] == expected[0]["weights"]
 
 
-def test_a_resumed_run_goes_on_with_what_was_measured(tmp_path):
+def test_a_resumed_run_reuses_its_measurements(tmp_path):
     code, said, first = run(tmp_path, "tries", stages=2)
     assert code == EXIT_OK, said
     assert "cut behind" in said
@@ -149,9 +149,7 @@ def test_a_resumed_run_goes_on_with_what_was_measured(tmp_path):
 
 
 @pytest.mark.parametrize("task", [0, 1])
-def test_a_run_whose_stage_was_killed_ends_with_the_bits_of_one_that_was_not(
-    undisturbed, tmp_path, task
-):
+def test_a_run_with_a_killed_stage_has_identical_bits(undisturbed, tmp_path, task):
     code, said, tasks = run(tmp_path, f"kills-{task}", stages=2, flags=["--max_restarts=1"])
     assert code == EXIT_OK, said
     assert f"worker-{task} failed first: killed by SIGKILL" in said
@@ -159,7 +157,7 @@ def test_a_run_whose_stage_was_killed_ends_with_the_bits_of_one_that_was_not(
         assert {**seen, "held": None} == {**expected, "held": None}
 
 
-def test_a_run_killed_before_its_first_checkpoint_keeps_its_cut(seen_by, tmp_path):
+def test_an_early_killed_run_keeps_its_cut(seen_by, tmp_path):
     _, expected = seen_by("early", 2, 2)
     code, said, tasks = run(tmp_path, "early-0", stages=2, flags=["--max_restarts=1"])
     assert code == EXIT_OK, said

@@ -31,7 +31,7 @@ def two_ps(tmp_path_factory):
     return job(tmp_path_factory.mktemp("two"), "placement", ps=2)
 
 
-def test_variables_are_balanced_by_bytes_and_slots_are_beside_them(two_ps):
+def test_variables_are_balanced_by_bytes_with_their_slots(two_ps):
     seen, said = two_ps[0]["placement"], two_ps[1]
     assert seen["iterations"] == 45
     assert seen["losses"][-1] < seen["losses"][0]
@@ -71,7 +71,7 @@ def test_a_model_in_parts_equals_one_device(in_parts):
     assert_as_on_one_device(found, make=zoo.looked_up, data=data, steps=12, atol=1e-5)
 
 
-def test_a_step_of_two_updates_in_parts_equals_one_device(in_parts):
+def test_a_step_of_two_partitioned_updates_equals_one_device(in_parts):
     model = zoo.two_updates()
     tfdist.fit(model, zoo.X, zoo.CALM, batch_size=8, epochs=2, seed=3, verbose=0)
     np.testing.assert_allclose(in_parts["two updates"], zoo.flat(model), atol=1e-5)
@@ -99,7 +99,7 @@ def test_an_optimizer_that_needs_variables_whole_is_refused(in_parts):
         assert "Fix: save the model with model.save" in in_parts[way]
 
 
-def test_a_checkpoint_and_a_file_do_not_depend_on_the_number_of_servers(tmp_path, monkeypatch):
+def test_checkpoints_do_not_depend_on_the_number_of_servers(tmp_path, monkeypatch):
     jobs = {
         "2": {"ps": 2, "flags": ("--split_bytes", "1024")},
         "3": {"ps": 3},

@@ -19,7 +19,7 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(4 * DEADLINE_S)
-def test_a_job_that_is_asked_to_stop_ends_like_one_left_alone(tmp_path):
+def test_a_stopped_job_ends_like_an_undisturbed_one(tmp_path):
     run_dir = tmp_path / "cut"
     job = TrainingJob(run_dir, *TWO_WORKERS)
     job.trained_beyond(0)

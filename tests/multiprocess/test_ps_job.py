@@ -23,7 +23,7 @@ def ps_job(run_dir: Path, *flags: str, workers: int = 2) -> TrainingJob:
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
-def test_two_of_three_workers_die_and_the_third_trains_to_the_end(tmp_path):
+def test_one_of_three_workers_finishes_after_two_die(tmp_path):
     job = ps_job(tmp_path, workers=3)
     for worker in ("worker-0", "worker-2"):
         job.trained_beyond(max(job.saved_steps(), default=0))
@@ -47,7 +47,7 @@ def test_two_of_three_workers_die_and_the_third_trains_to_the_end(tmp_path):
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_ps_job_that_was_stopped_goes_on_and_then_by_itself_when_ps_and_chief_die(tmp_path):
+def test_a_ps_job_resumes_after_stops_and_lost_tasks(tmp_path):
     job = ps_job(tmp_path, "--max_restarts=2")
     job.trained_beyond(0)
     job.process.send_signal(signal.SIGTERM)
@@ -82,7 +82,7 @@ def test_a_ps_job_that_was_stopped_goes_on_and_then_by_itself_when_ps_and_chief_
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_do_its_piece_is_named_and_its_piece_done_by_another(tmp_path):
+def test_the_unit_of_an_idle_worker_moves_to_another(tmp_path):
     run_dir = tmp_path / "run"
     command = ("--strategy=ps", "--workers=2", "--ps=1", "--hang_timeout_s=6")
     said = launch(run_dir, *command, str(PROGRAMS / "owing.py"), timeout_s=DEADLINE_S)

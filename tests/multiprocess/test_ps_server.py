@@ -13,7 +13,7 @@ DEADLINE_S = 180
 PROGRAM = "import logging; logging.basicConfig(level='INFO'); import tfdist; tfdist.make_strategy()"
 
 
-def test_a_server_takes_no_notice_of_a_warning_and_ends_at_sigterm(monkeypatch):
+def test_a_server_ignores_a_warning_and_ends_at_sigterm(monkeypatch):
     ports = hold_ports(3)
     chief, ps, worker = (port.address for port in ports)
     cluster = ClusterSpec(chief=(chief,), worker=(worker,), ps=(ps,))

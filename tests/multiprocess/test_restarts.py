@@ -36,7 +36,7 @@ def ready(job, attempt, count):
 # the whole job
 
 
-def test_a_task_is_told_how_often_its_job_was_started_again(launch):
+def test_a_task_knows_the_number_of_restarts(launch):
     """And not of the starts by commands before it in the same directory."""
     source = """
     print("attempt", attempt, "started again", os.environ.get("TFDIST_RESTARTS", "never"))
@@ -52,7 +52,7 @@ def test_a_task_is_told_how_often_its_job_was_started_again(launch):
 
 @pytest.mark.alone
 @STARTS
-def test_a_job_whose_task_was_killed_is_started_again_as_a_group(launch, command):
+def test_a_killed_task_restarts_the_whole_job(launch, command):
     source = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as one that waits inside TensorFlow
     ready()
@@ -89,7 +89,7 @@ def test_a_job_whose_task_was_killed_is_started_again_as_a_group(launch, command
     assert not guardian.occupied(servers)
 
 
-def test_a_fork_server_that_was_killed_is_replaced_for_the_next_attempt(launch):
+def test_a_killed_fork_server_is_replaced_before_the_restart(launch):
     source = "ready()\nif attempt == 1: signal.pause()"
     job = launch(program(source), "--workers=2", "--max_restarts=1", "--run_dir=run", command=FORK)
     ready(job, 1, 2)
@@ -116,7 +116,7 @@ else:
 
 @pytest.mark.alone
 @STARTS
-def test_a_worker_of_a_ps_job_is_started_again_alone(launch, command):
+def test_a_ps_worker_restarts_alone(launch, command):
     os.mkfifo("fifo")
     flags = ("--strategy=ps", "--workers=2", "--max_restarts=1", "--run_dir=run")
     job = launch(program(PS_JOB), *flags, command=command)

@@ -19,7 +19,7 @@ def measured(out, *words):
 
 
 @pytest.mark.timeout(DEADLINE_S + 60)
-def test_a_job_is_measured_and_its_row_and_picture_are_made(tmp_path):
+def test_a_measured_job_gets_a_row_and_a_picture(tmp_path):
     out = tmp_path / "out"
     words = ("--shapes", "1W1PS", "--repeats", "1", "--timeout_s", "200", "--")
     config = (f"--config={ROOT / 'configs' / 'digits_ps.py'}", "--config.model=dense")
@@ -41,7 +41,7 @@ def test_a_job_is_measured_and_its_row_and_picture_are_made(tmp_path):
     assert str(out / "scaling.png") in done.stdout
 
 
-def test_a_job_that_fails_fails_the_measurement_with_its_last_lines(tmp_path):
+def test_a_failing_job_fails_the_measurement_with_last_lines(tmp_path):
     done = measured(tmp_path / "out", "--shapes", "2W", "--", "--config.modle=dense")
     assert done.returncode == 1
     assert "2W: the job ended with code 2; its last lines" in done.stderr

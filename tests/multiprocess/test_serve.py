@@ -274,7 +274,7 @@ def of_http(number: int, *headers: str, chunked: bool = False) -> bytes:
 
 
 @pytest.mark.parametrize("upgrade", ["h2c", "TLS/1.0", "websocket"])
-def test_a_request_that_offers_an_upgrade_keeps_its_body_in_any_pieces(shared, upgrade):
+def test_an_upgrade_offer_keeps_its_body_in_any_pieces(shared, upgrade):
     offer = ("Connection: Upgrade, HTTP2-Settings", f"uPGRADE: {upgrade}", "X: " + "t" * 2000)
     requests = [of_http(1), of_http(2, *offer), of_http(3, *offer, chunked=True), of_http(4)]
     sent = b"".join(requests)
@@ -334,7 +334,7 @@ def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
     return b""
 
 
-def test_a_client_that_says_nothing_more_or_too_much_is_let_go(shared):
+def test_silent_or_oversized_clients_are_disconnected(shared):
     half = f"{HEAD}Content-Length: 9\r\n\r\nhalf"
     with contextlib.ExitStack() as stack:
         waiting = {}
@@ -367,7 +367,7 @@ def half_a_message() -> bytes:
     )
 
 
-def test_a_grpc_client_that_says_nothing_more_is_let_go(shared):
+def test_a_silent_grpc_client_is_disconnected(shared):
     host, port = shared.grpc.split(":")
     for sent in (b"", half_a_message()[:30], half_a_message()):
         with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as connection:
@@ -448,7 +448,7 @@ def test_no_request_is_lost_with_a_replica(tmp_path):
         assert len(running.wait_for(": killed by SIGKILL")) == kills + 2
 
 
-def test_a_hanging_replica_is_replaced_and_its_requests_are_answered(tmp_path):
+def test_a_hanging_replica_is_replaced_and_its_requests_retried(tmp_path):
     make_version(tmp_path / "m", 1)
     with (
         service(tmp_path, replicas=2, limits={"hang_s": 1.0}) as running,
@@ -469,7 +469,7 @@ def states_of(running: Service) -> dict[int, tuple[str, str]]:
     }
 
 
-def test_versions_come_go_and_break_under_load(tmp_path):
+def test_versions_are_added_removed_and_broken_under_load(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=2) as running, load(running) as outcomes:
         last = 2
@@ -500,7 +500,7 @@ def call_by_grpc(address: str, *, version: int = 0) -> grpc.StatusCode:
     return OK
 
 
-def test_clients_that_try_again_lose_nothing_with_the_front(tmp_path):
+def test_retrying_clients_lose_no_answer_with_the_front(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=2) as running, contextlib.ExitStack() as clients:
         # Each for itself, so that no request is sent again as the next front is killed.
@@ -579,7 +579,7 @@ def follow(supervisor: ServiceSupervisor, begin: Callable[[], None]) -> None:
         supervisor._end()
 
 
-def test_a_version_that_is_written_while_it_is_loaded_is_not_served(tmp_path, caplog):
+def test_a_version_written_during_its_load_is_not_served(tmp_path, caplog):
     supervisor = supervisor_of(tmp_path)
     receive = supervisor._receive_loaded
 
@@ -629,7 +629,7 @@ def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path):
     assert Counter(answers) == {(504, None): 2, (429, "1"): 2}
 
 
-def test_a_request_whose_client_leaves_waits_no_longer_and_sigterm_answers_the_others(tmp_path):
+def test_abandoned_requests_end_and_sigterm_answers_the_rest(tmp_path):
     make_version(tmp_path / "m", 1)
     with service(tmp_path, replicas=1, limits={"window": 1}) as running:
         (replica,) = running.replicas()
@@ -657,7 +657,7 @@ def wait_for_metric(running: Service, line: str) -> None:
     running.until(lambda: line in running.get("/metrics")[1])
 
 
-def test_a_token_is_asked_for_and_both_protocols_are_encrypted(tmp_path):
+def test_a_token_is_required_and_both_protocols_are_encrypted(tmp_path):
     make_version(tmp_path / "m", 1)
     (tmp_path / "token").write_text("secret\n")
     (tmp_path / "token").chmod(0o600)

@@ -116,7 +116,7 @@ def test_an_export_and_then_the_next_one_is_served(tmp_path):
         assert not re.findall("deprecat|replaced", running.said(), re.IGNORECASE)
 
 
-def test_a_run_is_published_as_it_goes(tmp_path):
+def test_a_running_training_is_published(tmp_path):
     (tmp_path / "program.py").write_text(MAKE)
     model = own_model()
     words = [str(tmp_path / "backup"), str(tmp_path / "served"), "--best", "--follow"]

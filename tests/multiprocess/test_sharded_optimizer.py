@@ -38,7 +38,7 @@ def differing(pairs):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_weights_are_those_of_whole_slots_to_the_bit(seen_by, workers):
+def test_sharding_does_not_change_the_weights(seen_by, workers):
     tasks = seen_by(workers)["weights"]
     assert len(tasks) == workers
     for task in tasks:
@@ -51,13 +51,13 @@ def test_weights_are_those_of_whole_slots_to_the_bit(seen_by, workers):
         assert largest <= whole / len(tasks) + 32 * count  # parts are of whole vectors
 
 
-def test_checkpoints_are_those_of_whole_slots(seen_by):
+def test_sharding_does_not_change_the_checkpoints(seen_by):
     for task in seen_by(2)["checkpoints"]:
         assert task["same checkpoint"]
         assert task["resumed"] == dict.fromkeys(task["resumed"], task["expected"])
 
 
-def test_refusals_and_the_file_of_a_model(seen_by):
+def test_unsupported_optimizers_are_refused_and_models_are_saved(seen_by):
     tasks = seen_by(2)["refusals"]
     assert [task["refused"] for task in tasks] == ["not-sharded"] * 2
     assert tasks[0]["file has the weights"]

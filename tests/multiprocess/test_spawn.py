@@ -32,19 +32,19 @@ def start(launch, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["exec", "fork"])
-def test_results_errors_and_restarts_come_back(start, method):
+def test_results_errors_and_restarts_reach_the_caller(start, method):
     job = start(method)
     assert job.end() == 0, job.text
     assert job.text.endswith("all True\n"), job.text
     assert len(re.findall(r"^\[worker-[01]\] value 7$", job.text, re.MULTILINE)) == 2
 
 
-def test_a_job_trains_from_a_process_that_has_used_tensorflow(start):
+def test_a_job_trains_from_a_process_using_tensorflow(start):
     job = start("train", light="")
     assert job.end() == 0, job.text
 
 
-def test_an_interrupt_stops_the_job_and_is_raised_when_it_has_stopped(start):
+def test_an_interrupt_stops_the_job_and_is_raised(start):
     job = start("wait")
     job.read_until(r"\[worker-0\] ready\n")
     job.signal(signal.SIGINT)
@@ -53,7 +53,7 @@ def test_an_interrupt_stops_the_job_and_is_raised_when_it_has_stopped(start):
     assert "[worker-0] saved\n" in job.text
 
 
-def test_the_end_of_the_caller_is_the_end_of_the_job(start):
+def test_the_job_ends_with_its_caller(start):
     job = start("wait")
     job.read_until(r"\[worker-0\] ready\n")
     (launcher,) = children(job.process.pid)

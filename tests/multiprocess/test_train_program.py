@@ -16,7 +16,7 @@ JOBS = {
 
 @pytest.mark.parametrize("kind", JOBS)
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_the_digits_are_learned_and_a_second_start_is_told(kind, tmp_path):
+def test_digits_are_learned_and_a_changed_restart_is_refused(kind, tmp_path):
     run_dir = tmp_path / "run"
     job = (*JOBS[kind], "--")
     flags = ("--config.total_examples=14400", "--config.checkpoints=5", "--config.seed=1")

@@ -52,7 +52,7 @@ def test_workers_equal_one_device(synchronous):
     np.testing.assert_allclose(task["weights loss scaling"], expected, atol=1e-6)
 
 
-def test_a_custom_step_and_an_empty_batch_fraction_equal_one_device(synchronous):
+def test_a_custom_step_and_empty_fraction_equal_one_device(synchronous):
     task = synchronous[1][0]
     expected = on_one_device(kind=zoo.CustomStep, examples=41, batch_size=4)
     np.testing.assert_allclose(task["weights custom step"], expected, atol=1e-6)
@@ -98,7 +98,7 @@ def test_tasks_agree_in_everything(synchronous):
     assert first["search"] == ["tuner.search", "search-in-a-job"]
 
 
-def test_callbacks_decide_alike_and_the_chief_alone_writes(synchronous):
+def test_callbacks_decide_alike_and_only_the_chief_writes(synchronous):
     out, tasks = synchronous
     assert tasks[0]["epochs after one task stopped"] == 2
     assert len(tasks[0]["history"]["loss"]) == 2
@@ -115,13 +115,13 @@ def test_streams_are_divided_among_the_tasks(synchronous):
             )
 
 
-def test_a_step_of_the_users_own_runs_on_all_workers(synchronous):
+def test_a_custom_step_loop_runs_on_all_workers(synchronous):
     _, step, results, _ = synchronous[1][0]["own step"]
     assert step == 8
     assert results == {"examples": 64.0}
 
 
-def test_metrics_of_a_step_equal_one_device_under_any_key(synchronous):
+def test_step_metrics_equal_one_device_under_any_key(synchronous):
     expected = figures.by_keras()
     for task in synchronous[1]:
         figures.require_equal(task["figures"], expected)
@@ -136,7 +136,7 @@ def assert_exported(seen, out):
     np.testing.assert_allclose(found, answers, atol=1e-6)
 
 
-def test_a_job_exports_what_it_has_trained(synchronous):
+def test_a_job_exports_its_trained_model(synchronous):
     out, tasks = synchronous
     assert_exported(tasks[0]["exported"], out)
 
@@ -170,7 +170,7 @@ def assert_methods_of_keras_are_the_engines(seen, *, refused=()):
     assert not any("native-call" in str(outcome) for outcome in seen["outside"].values())
 
 
-def test_methods_of_keras_run_on_the_engine_of_a_job(synchronous):
+def test_keras_methods_run_on_the_engine(synchronous):
     for task in synchronous[1]:
         seen = task["methods of Keras"]
         assert seen["by model.fit"] == seen["by tfdist.fit"] == seen["cut and resumed"]
@@ -205,9 +205,7 @@ def left_by_one_device(tmp_path_factory):
     ],
     ids=lambda flags: flags[0],
 )
-def test_callbacks_of_a_killed_job_write_what_one_device_writes(
-    left_by_one_device, tmp_path, flags
-):
+def test_callbacks_of_a_killed_job_write_identical_files(left_by_one_device, tmp_path, flags):
     found, expected = left_by(tmp_path, flags, "kills"), dict(left_by_one_device)
     rates, posted = expected.pop("rates.txt"), expected.pop("posted.jsonl")
     assert found.pop("rates.txt") == rates
@@ -232,7 +230,7 @@ def test_callbacks_of_a_killed_job_write_what_one_device_writes(
     ],
     ids=["mirrored", "multiworker", "ps of one worker", "pipeline", "elastic"],
 )
-def test_a_training_has_the_same_bits_by_either_fit_and_after_a_kill(tmp_path, flags):
+def test_both_fits_have_identical_bits_even_after_kills(tmp_path, flags):
     words = (*flags, "--max_restarts=2", str(PROGRAMS / "killed.py"), str(tmp_path))
     said = launch(tmp_path / "run", *words, timeout_s=200)
     assert len(list(tmp_path.glob("*.killed"))) == 2, said

@@ -78,7 +78,7 @@ def test_ps_takes_streams_and_refuses_python(parameter_server):
     assert "no operation NormalizeUTF8" in seen["unknown operation"]
 
 
-def test_ps_serves_callbacks_and_steps_of_ones_own(parameter_server):
+def test_ps_runs_callbacks_and_custom_steps(parameter_server):
     out, seen = parameter_server
     assert seen["epochs"] == 2
     assert seen["batches"] == [*range(8), *range(8)]
@@ -86,7 +86,7 @@ def test_ps_serves_callbacks_and_steps_of_ones_own(parameter_server):
     assert seen["own step"] == [["each", "loss"], 8, {"examples": 64.0}]
 
 
-def test_ps_workers_do_not_wait_for_each_other_between_ranges(parameter_server):
+def test_ps_workers_do_not_wait_between_ranges(parameter_server):
     _, seen = parameter_server
     found = seen["ranges that go on"]
     assert found["examples"] == [600.0] * 2 + [300.0] * 2
@@ -100,7 +100,7 @@ def test_ps_workers_do_not_wait_for_each_other_between_ranges(parameter_server):
     assert max(ages) >= 1
 
 
-def test_methods_of_keras_run_on_the_engine_of_a_ps_job(parameter_server, of_one_worker):
+def test_keras_methods_run_on_the_ps_engine(parameter_server, of_one_worker):
     """Several workers end with the same number of steps, and a single one with the same bits."""
     ways = ("by model.fit", "by tfdist.fit", "cut and resumed")
     for found in (parameter_server[1], of_one_worker):
@@ -112,7 +112,7 @@ def test_methods_of_keras_run_on_the_engine_of_a_ps_job(parameter_server, of_one
     assert others == [by_keras] * 2
 
 
-def test_a_search_of_keras_tuner_runs_in_the_chief_of_a_ps_job(parameter_server):
+def test_keras_tuner_searches_in_the_chief_of_ps_jobs(parameter_server):
     seen = parameter_server[1]["search"]
     (status, best), other = seen["trials"]
     assert (status, other[0], seen["best"]) == ("COMPLETED", "COMPLETED", 0.1)
@@ -132,15 +132,15 @@ def test_ps_puts_metrics_of_every_kind_together(parameter_server):
     np.testing.assert_allclose(by_step, by_hand, rtol=1e-5)
 
 
-def test_ps_refuses_what_was_made_outside_the_scope(parameter_server):
+def test_ps_refuses_objects_made_outside_the_scope(parameter_server):
     assert parameter_server[1]["made outside"] == [["model", "another-scope"]] * 4
 
 
-def test_ps_metrics_of_a_step_equal_one_device_under_any_key(parameter_server):
+def test_ps_step_metrics_equal_one_device_under_any_key(parameter_server):
     figures.require_equal(parameter_server[1]["figures"], figures.by_keras())
 
 
-def test_ps_optimizers_go_by_the_step_that_was_dispatched(parameter_server):
+def test_ps_optimizers_use_the_dispatched_step(parameter_server):
     """Whatever the workers' order: each learning rate once, and one update of three steps."""
     _, seen = parameter_server
     assert seen["went down by ramp"] == sum(range(2 * 7 * 15 + 1))
@@ -158,7 +158,7 @@ def test_ps_loses_no_part_of_an_update(parameter_server):
     assert 4 * seen["went down by sums"] + seen["still to go down"] == 7 * 15
 
 
-def test_ps_measures_the_staleness_of_every_step_and_bounds_it(parameter_server, of_one_worker):
+def test_ps_measures_and_bounds_the_staleness_of_steps(parameter_server, of_one_worker):
     for workers, seen in ((WORKERS, parameter_server[1]), (1, of_one_worker)):
         for bound in (None, 0, 1):
             ages = {int(age): count for age, count in seen[f"staleness {bound}"].items()}

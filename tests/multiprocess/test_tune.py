@@ -98,16 +98,14 @@ def _logs(tmp_path):
     ],
     ids=["raises", "is_refused", "hangs"],
 )
-def test_a_trial_that_cannot_be_completed_fails_with_reason_and_last_lines(
-    tmp_path, source, changes, reason, line
-):
+def test_a_failed_trial_has_a_reason_and_last_lines(tmp_path, source, changes, reason, line):
     outcome = Trial(tmp_path, source, **changes).run()
     assert isinstance(outcome, Failed)
     assert reason in outcome.reason
     assert line in "\n".join(outcome.last_lines)
 
 
-def test_a_trial_is_put_aside_at_its_virtual_epoch_and_goes_on_later(tmp_path):
+def test_a_paused_trial_resumes_at_its_virtual_epoch(tmp_path):
     trial = Trial(
         tmp_path,
         """
@@ -188,7 +186,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_sweep_whose_chief_is_killed_finds_what_an_undisturbed_one_does(whole, tmp_path):
+def test_a_sweep_with_a_killed_chief_finds_identical_results(whole, tmp_path):
     torn = Sweep(tmp_path / "torn")
     checkpoints = torn.path / "trials" / "0" / "checkpoints"
     with torn.started() as chief:
@@ -212,7 +210,7 @@ exec sh -c "$2"
 
 
 @pytest.mark.timeout(3 * SWEEP_DEADLINE_S)
-def test_a_trial_of_a_killed_agent_ends_with_its_weights_on_another_host(whole, tmp_path):
+def test_trials_of_a_killed_agent_finish_on_another_host(whole, tmp_path):
     shell = tmp_path / "shell"
     shell.write_text(SHELL)
     shell.chmod(0o755)

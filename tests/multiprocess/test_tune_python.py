@@ -32,7 +32,7 @@ def run(tmp_path: Path, *args: str, **variables: str) -> str:
 
 
 @pytest.mark.timeout(2.5 * DEADLINE_S)
-def test_two_multiworker_trials_at_once_of_which_one_loses_a_worker(tmp_path):
+def test_one_of_two_parallel_trials_loses_a_worker(tmp_path):
     """The trial is not lost (keras-tuner#915), and the program goes on when all is done (#344)."""
     said = run(tmp_path, "multiworker", "2", "3")
     state = fold(read(tmp_path / "sweep" / "journal.jsonl"))

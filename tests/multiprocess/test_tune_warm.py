@@ -48,7 +48,7 @@ def rss_kib(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
-def test_what_imports_once_stays_keeps_nothing_of_the_trials_and_ends_with_its_owner(tmp_path):
+def test_a_warm_process_is_reused_until_its_owner_ends(tmp_path):
     """It imports before anything is asked of it."""
     with warmed(tmp_path, "x = bytearray(os.urandom(1)) * 50_000_000; done(1); finish()") as trial:
         assert trial.runner.warm.pid is None
@@ -73,7 +73,7 @@ def test_what_imports_once_stays_keeps_nothing_of_the_trials_and_ends_with_its_o
     assert not Path(f"/proc/{pid}").exists(), "it goes on importing for nobody"
 
 
-def test_a_trial_goes_on_without_it_and_the_next_has_another(tmp_path):
+def test_a_trial_survives_its_killed_warm_process(tmp_path):
     source = """
 import time
 while not (run_dir / "go").exists(): time.sleep(0.05)
@@ -97,7 +97,7 @@ done(1); finish()
 
 
 @pytest.mark.parametrize("victim", ["server", "pid"])
-def test_a_task_or_its_fork_server_that_is_killed_is_worth_another_start(tmp_path, victim):
+def test_a_killed_task_or_fork_server_is_retried(tmp_path, victim):
     source = f"""
 if (run_dir / "again").exists():
     done(1); finish(); sys.exit()

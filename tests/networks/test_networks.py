@@ -45,9 +45,7 @@ def agents(network):
 
 
 @pytest.mark.timeout(1000)
-def test_a_slow_link_that_goes_down_and_comes_back_gives_the_weights_of_an_undisturbed_job(
-    job, launch, network
-):
+def test_a_broken_and_restored_link_leaves_weights_unchanged(job, launch, network):
     first = train(job)
     assert first.end() == 0
     undisturbed = summary()
@@ -76,7 +74,7 @@ def test_a_slow_link_that_goes_down_and_comes_back_gives_the_weights_of_an_undis
 
 
 @pytest.mark.timeout(600)
-def test_an_agent_and_an_ssh_that_are_killed_change_no_weights(job, network):
+def test_a_killed_agent_or_ssh_leaves_weights_unchanged(job, network):
     network.slow_down(rate="20mbit")
     first = train(job)
     assert first.end() == 0
@@ -95,7 +93,7 @@ def test_an_agent_and_an_ssh_that_are_killed_change_no_weights(job, network):
         assert summary()["weights_sha256"] == undisturbed["weights_sha256"]
 
 
-def test_the_host_that_is_left_trains_to_the_end_where_that_was_asked_for(job, network):
+def test_with_min_workers_the_remaining_host_finishes(job, network):
     network.slow_down(rate="20mbit")
     flags = ("--max_restarts", "1", "--min_workers", "1", "--startup_timeout_s", "20")
     first = train(job, *flags)
@@ -125,7 +123,7 @@ print(len(heard), b"in the clear" in heard, b"\\x17\\x03\\x03" in heard)
 
 
 @pytest.mark.timeout(1000)
-def test_an_elastic_job_goes_on_with_the_same_weights_without_the_other_host(job, launch, network):
+def test_an_elastic_job_continues_without_the_other_host(job, launch, network):
     alone = launch(TRAIN, *LAUNCH, "--elastic", "--workers=2", "--run_dir=run", args=FLAGS)
     assert alone.end() == 0
     undisturbed = summary()
@@ -163,7 +161,7 @@ SAVE = (
 )
 
 
-def test_without_the_launcher_the_tasks_of_other_hosts_save_and_end(job):
+def test_tasks_on_other_hosts_save_without_the_launcher(job):
     running = job(SAVE, "--max_restarts", "3")
     running.ready(2)
     running.process.kill()
@@ -172,7 +170,7 @@ def test_without_the_launcher_the_tasks_of_other_hosts_save_and_end(job):
     assert Path("run/logs/attempt-1/worker-1.log").read_text().endswith("saved\n")
 
 
-def test_a_firewall_before_a_tasks_port_ends_in_a_line_with_host_and_port(job, network):
+def test_a_firewall_error_names_the_host_and_port(job, network):
     with network.dropping("beta", "61000-65534"):
         first = train(job, "--startup_timeout_s", "15")
         assert first.end() == EXIT_PEER_MISSING
@@ -185,7 +183,7 @@ def lines(job):
     return job.text.strip().splitlines()
 
 
-def test_what_ssh_refuses_is_one_line_with_what_to_do(job, network, sshd):
+def test_an_ssh_error_is_one_line_with_its_fix(job, network, sshd):
     key = sshd.host_key
     sshd.know("ssh-ed25519 " + "A" * 68)
     refused = job(PAUSE)
@@ -210,7 +208,7 @@ def test_what_ssh_refuses_is_one_line_with_what_to_do(job, network, sshd):
     )
 
 
-def test_an_address_of_nobody_is_a_line_with_the_host(job, network):
+def test_an_unused_address_is_an_error_with_the_host(job, network):
     network.name("alpha", {**ADDRESSES, "beta": NOBODY})
     first = job(PAUSE, "--startup_timeout_s", "6")
     assert first.end() == EXIT_PEER_MISSING
@@ -226,7 +224,7 @@ def test_a_launcher_elsewhere_has_no_tasks(job):
     assert {task["host"] for task in report("run")["attempts"][0]["tasks"]} == {"beta"}
 
 
-def test_hosts_of_ipv6_tell_their_tasks_so(job, network):
+def test_tasks_of_ipv6_hosts_use_ipv6(job, network):
     addresses = {"alpha": "fd77::1", "beta": "fd77::2"}
     for host, address in addresses.items():
         network.on(host, "ip", "address", "add", f"{address}/64", "dev", "link0", "nodad")

@@ -83,7 +83,7 @@ def running(network):
 
 
 @pytest.mark.parametrize("flags", ["multiworker --workers 2", "ps --workers 2 --ps 1"])
-def test_other_machines_never_connect_to_a_job_on_one_machine(launch, network, running, flags):
+def test_other_machines_cannot_connect_to_a_local_job(launch, network, running, flags):
     address = network.addresses["alpha"]
     stranger = running("beta", CONNECTS, address, *PORTS)
     job = launch(
@@ -99,9 +99,7 @@ def test_other_machines_never_connect_to_a_job_on_one_machine(launch, network, r
 
 
 @pytest.mark.parametrize("user", [(), AS_USER], ids=["root", "user"])
-def test_an_isolated_job_connects_to_other_machines_by_their_names(
-    launch, network, running, tmp_path, user
-):
+def test_an_isolated_job_connects_to_machines_by_name(launch, network, running, tmp_path, user):
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.53\n")
     network.on("alpha", "mount", "--bind", str(tmp_path / "resolv.conf"), "/etc/resolv.conf")
     network.on("alpha", "ip", "route", "add", "default", "via", network.addresses["beta"])

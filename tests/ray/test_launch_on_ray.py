@@ -100,9 +100,7 @@ def parent_with(pid, words):
 
 
 @pytest.mark.timeout(900)
-def test_a_job_on_ray_and_one_whose_agent_or_node_is_killed_have_the_weights_of_one_machine(
-    cluster, undisturbed, tmp_path
-):
+def test_kills_on_ray_leave_the_weights_unchanged(cluster, undisturbed, tmp_path):
     for what in ("nothing", "agent", "node"):
         (folder := tmp_path / what).mkdir()
         job = Job(cluster, folder, "--max_restarts", "2")
@@ -131,9 +129,7 @@ SAVE = (
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
 )
-def test_all_tasks_save_when_the_launcher_is_asked_to_stop_or_killed(
-    cluster, tmp_path, signum, code
-):
+def test_tasks_save_if_the_launcher_stops_or_dies(cluster, tmp_path, signum, code):
     (tmp_path / "program.py").write_text(SAVE)
     job = Job(cluster, tmp_path, program=("program.py",))
     job.until(r"(?s)ready.*ready")
@@ -148,7 +144,7 @@ def test_all_tasks_save_when_the_launcher_is_asked_to_stop_or_killed(
         assert log.read_text().endswith("saved\n")
 
 
-def test_no_room_and_no_cluster_are_one_line(cluster, tmp_path):
+def test_missing_room_and_missing_clusters_are_one_line(cluster, tmp_path):
     (tmp_path / "program.py").write_text("")
     launch = (*LAUNCH[:3], "--workers", "40", "--startup_timeout_s", "3")
     job = Job(cluster, tmp_path, launch=launch, program=("program.py",))
@@ -160,7 +156,7 @@ def test_no_room_and_no_cluster_are_one_line(cluster, tmp_path):
     assert job.text.splitlines()[-1].startswith("--on ray: cannot connect to a Ray cluster: ")
 
 
-def test_trials_of_a_sweep_run_on_the_nodes_that_ray_gives(cluster, tmp_path):
+def test_trials_of_a_sweep_run_on_ray_nodes(cluster, tmp_path):
     sweep = ("--config", str(ROOT / "configs/digits_sweep.py"), "--config.total_examples=960")
     flags = ("--config.checkpoints=3", "--max_trials", "3", "--seed", "2", "--sweep_dir", "sweep")
     command = [sys.executable, "-m", "tfdist.tune", "--on", "ray", "--parallel_trials", "2"]

@@ -166,7 +166,7 @@ def replicas_of(node):
     return [one.pid for one in children if "ServeReplica" in " ".join(one.cmdline())]
 
 
-def test_what_dies_costs_a_client_with_one_more_try_nothing(cluster, tmp_path):
+def test_deaths_cost_a_client_at_most_one_retry(cluster, tmp_path):
     """A replica is killed, then its node; each client's requests are answered, at times the second.
 
     Then two versions come, of which one is broken: no request needs a second try.

@@ -74,9 +74,7 @@ def launched(folder):
     return json.loads((folder / "seen.json").read_text())
 
 
-def test_ray_47464_the_trainers_example_trains_and_a_killed_worker_changes_no_bit(
-    cluster, tmp_path
-):
+def test_ray_47464_the_trainer_example_survives_a_killed_worker(cluster, tmp_path):
     """The example of Ray's trainer failed in `fit`; it trains, to the bits of the launcher's job.
 
     https://github.com/ray-project/ray/issues/47464. One of its two workers is killed, Ray starts

@@ -15,7 +15,7 @@ TWO_NODES = ("--workers", "2", "--nodes", "2", "--cpus", "1", "--run_dir", "run"
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_job_of_srun_and_one_of_sbatch_equal_one_of_the_launcher(slurm, undisturbed):
+def test_srun_and_sbatch_jobs_equal_a_launched_job(slurm, undisturbed):
     job = slurm.submit(*TWO_NODES, program=TRAIN)
     job.is_in_state("COMPLETED")
     assert job.fact("NodeList") == "127.0.0.[2-3]"
@@ -29,7 +29,7 @@ def test_a_job_of_srun_and_one_of_sbatch_equal_one_of_the_launcher(slurm, undist
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_job_is_started_again_or_not_by_the_codes_of_its_tasks(slurm):
+def test_exit_codes_of_tasks_decide_about_a_restart(slurm):
     program = slurm.folder / "program.py"
     program.write_text(
         "import os, sys; sys.exit(int(sys.argv[1 + int(os.environ['SLURM_PROCID'])]))"
@@ -48,9 +48,7 @@ def test_a_job_is_started_again_or_not_by_the_codes_of_its_tasks(slurm):
 
 
 @pytest.mark.timeout(6 * DEADLINE_S)
-def test_a_job_that_is_stopped_in_every_way_goes_on_and_ends_like_one_left_alone(
-    slurm, undisturbed
-):
+def test_a_stopped_job_resumes_like_an_undisturbed_one(slurm, undisturbed):
     slurm.hold.touch()
     job = slurm.submit(*TWO_NODES, "--time", "60m", "--grace_s", "75", program=TRAIN)
     job.said("held after")
@@ -90,7 +88,7 @@ def test_a_job_that_is_stopped_in_every_way_goes_on_and_ends_like_one_left_alone
 @pytest.mark.parametrize(
     ("kind", "tasks"), [("one", "killed"), ("both", "killed"), ("one", "alive"), ("both", "alive")]
 )
-def test_a_job_that_loses_a_node_goes_on(kind, tasks, slurm, undisturbed):
+def test_a_job_that_loses_a_node_resumes(kind, tasks, slurm, undisturbed):
     slurm.hold.touch()
     one = ("--workers", "2", "--cpus", "1", "--run_dir", "run")
     job = slurm.submit(*(one if kind == "one" else TWO_NODES), program=TRAIN)
@@ -116,7 +114,7 @@ def test_a_job_that_loses_a_node_goes_on(kind, tasks, slurm, undisturbed):
 
 
 @pytest.mark.timeout(3 * DEADLINE_S)
-def test_a_ps_job_trains_on_one_node_on_two_and_in_a_step_of_srun(slurm):
+def test_a_ps_job_trains_on_one_and_two_nodes(slurm):
     ps = ("--strategy", "ps", "--ps", "1", "--cpus", "1")
     program = ("-m", "tfdist.train", *CONFIG)
     one = ("--workers", "1", "--evaluator")

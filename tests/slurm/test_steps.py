@@ -46,7 +46,7 @@ def agents(slurm):
     return found
 
 
-def test_one_launcher_runs_a_job_on_all_nodes_of_an_allocation(slurm, allocation):
+def test_one_launcher_runs_a_job_on_all_nodes(slurm, allocation):
     program = slurm.folder / "program.py"
     program.write_text(TELL)
     command = (*LAUNCH, "--on", "slurm")
@@ -66,7 +66,7 @@ def test_one_launcher_runs_a_job_on_all_nodes_of_an_allocation(slurm, allocation
     assert (failure["task"], failure["host"]) == ("worker-1", NODES[1])
 
 
-def test_the_trials_of_a_sweep_run_on_all_nodes_of_an_allocation(slurm, allocation):
+def test_trials_of_a_sweep_run_on_all_nodes(slurm, allocation):
     space = ("--config", str(ROOT / "configs/digits_sweep.py"), "--config.total_examples=960")
     flags = ("--config.checkpoints=3", "--max_trials", "3", "--seed", "2", "--sweep_dir", "sweep")
     tune = (sys.executable, "-m", "tfdist.tune", "--on", "slurm")
@@ -79,7 +79,7 @@ def test_the_trials_of_a_sweep_run_on_all_nodes_of_an_allocation(slurm, allocati
 
 
 @pytest.mark.parametrize("killed", ["agent", "srun"])
-def test_a_node_whose_agent_is_killed_is_named_and_changes_no_weights(slurm, allocation, killed):
+def test_a_killed_agent_is_named_and_changes_no_weights(slurm, allocation, killed):
     expected = launched(slurm.folder / "expected", "--strategy", "multiworker", "--workers", "2")
     command = (*LAUNCH, "--on", "slurm", "--threads_per_task", "1", "--max_restarts", "1")
     run_dir = slurm.folder / "run"
@@ -103,7 +103,7 @@ def test_a_node_whose_agent_is_killed_is_named_and_changes_no_weights(slurm, all
     assert_same(summary_of(run_dir), expected)
 
 
-def test_several_launchers_in_a_step_are_refused_unless_each_is_to_run_a_job(slurm):
+def test_several_launchers_in_a_step_need_separate_jobs(slurm):
     program = slurm.folder / "program.py"
     program.write_text(TELL)
     done = slurm.run(*STEP, str(program))
@@ -139,7 +139,7 @@ def test_agents_check_each_node_of_an_allocation(slurm, allocation):
 @pytest.mark.parametrize(
     ("variable", "value"), [("TFDIST_PS", "5"), ("SLURM_STEP_TASKS_PER_NODE", "2")]
 )
-def test_a_contradiction_is_a_line_of_each_task_and_exit_code_2(variable, value, slurm):
+def test_a_contradiction_is_one_line_of_each_task(variable, value, slurm):
     command = ["env", f"{variable}={value}", sys.executable, "-m"]
     done = slurm.run("srun", "--nodes=2", "--ntasks=2", *command, "tfdist.train")
     assert done.returncode == 2, done.stderr
@@ -148,7 +148,7 @@ def test_a_contradiction_is_a_line_of_each_task_and_exit_code_2(variable, value,
     assert all(line.startswith(f"tfdist.train: {variable}: ") for line in lines), done.stderr
 
 
-def test_what_slurm_refuses_is_one_line_and_exit_code_2(slurm):
+def test_an_error_of_slurm_is_one_line(slurm):
     submit = [sys.executable, "-m", "tfdist.submit", "--to", "slurm"]
     no_partition = slurm.run(*submit, "--partition", "nope", PROGRAM)
     assert_one_line(no_partition, "invalid partition specified: nope")

@@ -34,7 +34,7 @@ def heard(pipe):
     return pipe.take_messages()
 
 
-def test_lines_of_the_shell_before_the_greeting_are_skipped_and_messages_are_whole(pipes):
+def test_shell_output_is_skipped_and_long_messages_arrive_whole(pipes):
     launcher, agent, _ = pipes
     os.write(agent._write_fd, b'Welcome!\r\n{"hello": "no"}\n')
     agent.greet()
@@ -51,7 +51,7 @@ def test_lines_of_the_shell_before_the_greeting_are_skipped_and_messages_are_who
     assert heard(agent) == [{"end": 0}]
 
 
-def test_a_silent_peer_is_lost_and_time_in_which_nobody_looked_does_not_count(pipes):
+def test_the_timeout_of_a_silent_peer_excludes_idle_time(pipes):
     launcher, agent, clock = pipes
     for _ in range(20):
         clock.now_s += BEAT_EVERY_S
@@ -68,7 +68,7 @@ def test_a_silent_peer_is_lost_and_time_in_which_nobody_looked_does_not_count(pi
 
 
 @pytest.mark.parametrize("line", [b"\xff{", b"[" * 100_000, b"7"])
-def test_what_is_no_message_ends_the_connection(line, pipes):
+def test_an_invalid_message_ends_the_connection(line, pipes):
     launcher, agent, _ = pipes
     os.set_blocking(agent._write_fd, True)
     agent.greet()
@@ -138,7 +138,7 @@ def news(hub, agent=None, *messages):
 HELLO = {"hello": "10.0.0.2", "terms": {"keras": "3"}}
 
 
-def test_an_agent_joins_is_lost_with_its_reason_and_is_started_again(world):
+def test_a_lost_agent_is_reported_and_started_again(world):
     hub, agents, clock, _ = world
     assert news(hub, agents[0], HELLO, {"ready": [1]}) == [
         MessageReceived(rank=1, message={"ready": [1]}),
@@ -154,7 +154,7 @@ def test_an_agent_joins_is_lost_with_its_reason_and_is_started_again(world):
     assert hub.present == {1}
 
 
-def test_an_agent_that_differs_is_told_and_not_started_again(world):
+def test_a_differing_agent_is_refused_without_a_restart(world):
     hub, agents, clock, _ = world
     there = {**HELLO, "terms": {"keras": "2"}}
     (refused,) = news(hub, agents[0], there)
@@ -167,7 +167,7 @@ def test_an_agent_that_differs_is_told_and_not_started_again(world):
     assert len(agents) == 1
 
 
-def test_a_refusal_of_the_agent_and_one_of_the_shell_are_errors_with_their_fix(world):
+def test_refusals_of_agents_and_shells_have_a_fix(world):
     hub, agents, clock, said = world
     agents[0].lost, agents[0].ending = "closed", ("no route", "")
     assert news(hub) == []

@@ -17,17 +17,17 @@ from tfdist.loopback import listen
 from tfdist.tuning.options import parse as tune
 
 
-def test_what_is_no_flag_may_stand_between_and_behind_flags():
+def test_positional_arguments_may_stand_between_flags():
     assert check().parse_args(["a.json", "--run_dir", "r", "b.py"]).files == ["a.json", "b.py"]
 
 
-def test_dashes_may_stand_for_underscores_and_the_last_of_a_repeated_flag_counts():
+def test_dashes_equal_underscores_and_the_last_flag_counts():
     words = ["--run-dir", "r", "--run_dir=s", "a.json", "--", "--no-flag"]
     found = check().parse_args(words)
     assert (found.run_dir, found.files) == ("s", ["a.json", "--no-flag"])
 
 
-def test_flags_of_a_configuration_may_come_twice():
+def test_flags_of_a_configuration_may_be_repeated():
     words = ["--config=c.py", "--config.seed=1", "--config.seed=2"]
     assert tune(words).config_flags == ("--config.seed=1", "--config.seed=2")
 
@@ -54,14 +54,14 @@ def test_a_program_ends_with_the_code_of_its_error(error, code, said, capsys):
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_what_the_output_s_encoding_has_not_is_printed_all_the_same(monkeypatch):
+def test_characters_outside_the_encoding_are_printed_escaped(monkeypatch):
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
     assert run_program("p", lambda: print("run directory \xe9", flush=True) or 0) == 0
     assert printed.getvalue() == b"run directory \\xe9\n"
 
 
-def test_an_output_that_is_not_the_programs_own_may_be_closed_by_who_reads_it():
+def test_a_broken_pipe_of_another_output_is_raised():
     def run() -> int:
         raise BrokenPipeError
 
@@ -72,14 +72,14 @@ def test_an_output_that_is_not_the_programs_own_may_be_closed_by_who_reads_it():
 # What is refused
 
 
-def test_a_port_at_which_nothing_can_listen_is_refused():
+def test_a_port_that_cannot_be_bound_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for port in (taken.getsockname()[1], 65_536):
             found = refused(lambda port=port: listen(port, flag="--port"))
             assert found == ("--port", "port-taken")
 
 
-def test_a_refusal_is_the_same_after_a_journey_between_processes():
+def test_a_refusal_survives_pickling():
     told = {"problem": "the list is empty", "fix": "add a worker", "code": "none"}
     caught = refusal(lambda: errors.require([], "workers", **told))
     again = pickle.loads(pickle.dumps(caught))

@@ -29,7 +29,7 @@ def improvements(best: Best, values: list[float], name: str) -> list[bool]:
         ("loss", "auto", [math.inf, 2.0, -math.inf, 1.0], [False, True, False, True]),
     ],
 )
-def test_the_best_is_better_than_it_ever_was_and_finite(name, mode, values, expected):
+def test_improvements_are_finite_and_better_than_all_before(name, mode, values, expected):
     assert improvements(Best(name, mode), values, name) == expected
 
 
@@ -50,7 +50,7 @@ def test_an_epoch_without_validation_is_no_error(caplog):
     assert len(caplog.records) == 1
 
 
-def test_a_resumed_run_goes_on_with_the_best_so_far():
+def test_a_resumed_run_continues_with_its_best_value():
     first, name = Best("val_loss", "auto"), "val_loss"
     improvements(first, [2.0, 1.0], name)
     resumed, other = Best("val_loss", "auto"), Best("val_accuracy", "auto")
@@ -80,10 +80,10 @@ def lines(*losses: float | None) -> list[dict[str, Any]]:
         ((math.inf,), None, 1),
     ],
 )
-def test_the_best_is_the_first_that_was_better_by_enough(losses, best, since):
+def test_the_best_line_is_better_by_min_delta(losses, best, since):
     found = best_so_far(lines(*losses), monitor="val_loss", less=True, min_delta=0.1)
     assert found == (None if best is None else lines(*losses)[best], since)
 
 
-def test_more_may_be_better():
+def test_the_best_value_can_be_the_largest():
     assert best_so_far(lines(0.1, 0.3, 0.2), monitor="val_loss", less=False)[0]["step"] == 10

@@ -56,7 +56,7 @@ def test_an_environment_is_read_as_a_task_reads_it(environ, says):
         ("a.py", "def get_config(:\n", "a.py"),
     ],
 )
-def test_a_file_is_read_by_the_parser_of_its_kind(name, text, says, tmp_path):
+def test_a_file_is_read_by_its_own_parser(name, text, says, tmp_path):
     (tmp_path / name).write_text(text)
     found = texts(check_file(str(tmp_path / name)))
     assert len(found) == (says is not None), found
@@ -81,7 +81,7 @@ def test_a_command_is_read_by_its_program(command, says):
     assert says is None or says in found[0]
 
 
-def test_a_taken_port_and_a_name_that_does_not_resolve_are_found():
+def test_taken_ports_and_unresolved_names_are_found():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         workers = [f"127.0.0.1:{port}", "no-such-host.invalid:2222"]
@@ -99,7 +99,7 @@ def test_packages_that_are_missing_or_untested_are_found():
     assert texts(check.check_packages(check.versions(), ["tensorflow>=2"])) == []
 
 
-def test_a_machine_with_gpus_and_little_shared_memory_is_found(monkeypatch):
+def test_missing_shared_memory_and_disk_space_are_found(monkeypatch):
     machine = dataclasses.replace(this_machine({}), gpus=("GPU-0",))
     state = os.statvfs("/")
     full = os.statvfs_result([*state[:4], 0, *state[5:]])
@@ -109,7 +109,7 @@ def test_a_machine_with_gpus_and_little_shared_memory_is_found(monkeypatch):
     assert any("run directory" in line and "0 MiB are free" in line for line in found)
 
 
-def test_a_run_directory_is_tried_and_left_as_it_was(tmp_path):
+def test_a_check_leaves_the_run_directory_unchanged(tmp_path):
     assert list(check.check_directory(str(tmp_path / "runs" / "a b"))) == []
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
@@ -150,7 +150,7 @@ def test_agents_check_the_hosts_and_their_packages_are_compared(tmp_path, capsys
     ), lines
 
 
-def test_a_remote_shell_that_is_not_installed_is_a_finding(capsys):
+def test_a_missing_remote_shell_is_a_finding(capsys):
     assert check.main(["--hosts", "a", "--rsh", "no-such-shell"]) == 2
     assert "a: host: no-such-shell: No such file" in capsys.readouterr().out
 

@@ -28,7 +28,7 @@ def allowed(save_s: float, mtbf_s: float) -> list[float]:
 
 
 @pytest.mark.parametrize(("save_s", "mtbf_s"), CASES)
-def test_the_interval_itself_is_within_5_percent_of_the_optimum(save_s, mtbf_s):
+def test_the_interval_is_within_5_percent_of_the_optimum(save_s, mtbf_s):
     best_s = min(allowed(save_s, mtbf_s), key=lambda s: expected_share(s, save_s, mtbf_s))
     assert interval_for(save_s, mtbf_s) == pytest.approx(best_s, rel=0.05)
 
@@ -38,7 +38,7 @@ def test_saving_never_costs_more_than_its_bound():
         assert save_s <= MOST_COST * (1 + 1e-9) * (interval_for(save_s, mtbf_s) + save_s)
 
 
-def test_the_interval_follows_what_saves_cost():
+def test_the_interval_follows_the_cost_of_saves():
     auto = AutoInterval(mtbf_s=3600.0)
     assert auto.interval_s == FIRST_S
     auto.saved(blocked_s=0.1)

@@ -39,7 +39,7 @@ def hosts_of(cluster, tasks):
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_a_recorded_environment_is_read_alike_by_all_of_its_tasks(name):
+def test_all_tasks_read_a_recorded_environment_alike(name):
     record = RECORDS[name]
     assert record["source"].startswith("https://")
     assert record.get("recorded") or record.get("written")
@@ -60,7 +60,7 @@ def test_a_recorded_environment_is_read_alike_by_all_of_its_tasks(name):
 # Ports
 
 
-def test_the_ports_of_a_job_follow_from_its_number_and_step():
+def test_ports_follow_from_the_number_of_a_job():
     assert port_of_job("0") == FIRST_PORT
     assert port_of_job("1") == FIRST_PORT + PORTS_PER_JOB
     first_ports = {port_of_job(str(job)) for job in range(1_000_000, 1_000_397)}
@@ -85,7 +85,7 @@ def test_the_ports_of_a_job_follow_from_its_number_and_step():
         ("kubernetes_indexed_job", "80-80", tuple(f"{POD}-{i}.headless-svc:80" for i in range(3))),
     ],
 )
-def test_one_variable_says_which_ports_a_job_may_have(name, ports, workers):
+def test_one_variable_sets_the_ports_of_a_job(name, ports, workers):
     assert read(recorded(name, TFDIST_PORTS=ports)[0]).cluster.worker == workers
 
 
@@ -96,7 +96,7 @@ def test_one_variable_says_which_ports_a_job_may_have(name, ports, workers):
         (4_800, 48, "30000-30063", "n100:30047"),
     ],
 )
-def test_ports_of_a_large_job_are_counted_on_each_host(tasks, per_node, ports, last):
+def test_large_jobs_count_their_ports_on_each_host(tasks, per_node, ports, last):
     nodes, rank = tasks // per_node, tasks - 1
     step = {
         "SLURM_JOB_ID": "5",
@@ -140,7 +140,7 @@ def test_ports_of_a_large_job_are_counted_on_each_host(tasks, per_node, ports, l
         ("plain_shell", {"TFDIST_HOSTS": "a", "KUBERNETES_SERVICE_HOST": "k", "HOSTNAME": "a"}),
     ],
 )
-def test_what_nobody_started_as_one_of_several_is_a_process_by_itself(name, change):
+def test_a_process_started_alone_has_no_cluster(name, change):
     assert read_environment(recorded(name, **change)[0]) is None
 
 
@@ -155,7 +155,7 @@ def test_what_nobody_started_as_one_of_several_is_a_process_by_itself(name, chan
         ("slurm_salloc_srun", "EVALUATOR=1 PS=1", "chief-0 worker-0 ps-0 evaluator-0"),
     ],
 )
-def test_settings_say_which_tasks_of_a_step_are_ps_and_evaluator(name, settings, tasks):
+def test_settings_select_ps_and_evaluator_tasks(name, settings, tasks):
     variables = {f"TFDIST_{n}": v for n, v in (s.split("=") for s in settings.split())}
     configs = [read(environ) for environ in recorded(name, **variables)]
     assert tasks_of(configs) == tasks.split()
@@ -183,7 +183,7 @@ OTHERS = ("kubernetes_indexed_job", "kubernetes_stateful_set", "kubernetes_tfjob
         for name in (REQUEUED if "SLURM" in restarts else OTHERS)
     ],
 )
-def test_a_job_or_a_process_that_was_started_before_is_at_another_attempt(name, restarts):
+def test_a_restarted_job_or_process_has_another_attempt(name, restarts):
     variables = dict(word.split("=") for word in restarts.split())
     config = read(recorded(name, **variables)[0])
     assert config.options.attempt == RESTARTED[restarts]
@@ -230,7 +230,7 @@ FULL_NAME = f"{POD}-1.headless-svc.default.svc.cluster.local"
         ),
     ],
 )
-def test_what_says_the_place_of_a_task_itself_is_taken(name, change, task):
+def test_an_explicit_place_of_a_task_has_priority(name, change, task):
     config = read(recorded(name, **change)[0])
     assert str(config.task) == task
     if text := change.get("TF_CONFIG"):
@@ -244,11 +244,11 @@ def test_what_says_the_place_of_a_task_itself_is_taken(name, change, task):
         *({"TFDIST_CLUSTER": source} for source in ("slurm", "auto")),
     ],
 )
-def test_what_says_the_same_as_the_scheduler_changes_nothing(more):
+def test_settings_equal_to_the_scheduler_change_nothing(more):
     assert read(recorded("slurm_srun_n3", **more)[0]) == read(recorded("slurm_srun_n3")[0])
 
 
-def test_a_host_that_is_listed_twice_goes_on_counting_its_ports():
+def test_a_host_listed_twice_continues_its_port_numbers():
     config = read({"TFDIST_HOSTS": "a:1,b:1,a:1", "TFDIST_NODE_RANK": "2"})
     assert config.cluster.worker == ("a:2222", "b:2222", "a:2223")
     assert config.task == Task("worker", 2)
@@ -270,7 +270,7 @@ def test_settings_fill_tf_config_and_a_process_by_itself():
     assert read({"TFDIST_HOSTS": "a", "TFDIST_RUN_DIR": "r"}).options.run_dir == "r"
 
 
-def test_the_page_has_the_rule_of_the_ports_and_a_message():
+def test_the_page_states_the_port_rule_and_a_message():
     assert f"{FIRST_PORT} + {PORTS_PER_JOB} x (n mod 397)" in PAGE
     environ = recorded("slurm_srun_n3", SLURM_STEP_TASKS_PER_NODE="2")[0]
     assert str(refusal(environ)) in PAGE
@@ -412,7 +412,7 @@ def test_it_is_refused(name, change, variable, code):
     assert (error.where, error.code) == (variable, code)
 
 
-def test_a_task_on_another_node_than_the_others_expect_is_refused_with_the_flag_that_helps():
+def test_a_task_on_an_unexpected_node_is_refused():
     for kind, number in (("arbitrary", 0), ("srun_cyclic", 1), ("srun_plane", 2)):
         error = refusal(recorded(f"refused_slurm_{kind}")[number])
         assert error.where == "SLURMD_NODENAME"

@@ -107,7 +107,7 @@ def test_every_collective_gives_every_task_its_result(tasks, count, dtype):
             assert in_root is sum_in_root is None
 
 
-def test_a_mean_and_text(tasks):
+def test_collectives_handle_means_and_text(tasks):
     def call(rank):
         value = {"loss": 1.0 + rank, "half": np.array([rank], np.float16)}
         return tfdist.all_reduce(value, "mean"), tfdist.all_gather(["ué", "bc"][rank])
@@ -134,7 +134,7 @@ def test_a_text_of_any_length_arrives(tasks, length):
     ],
     ids=["shapes", "types", "operations", "roots", "broadcasters", "calls"],
 )
-def test_tasks_with_different_calls_are_told_both(tasks, call):
+def test_tasks_with_different_calls_get_both_calls(tasks, call):
     def failing(rank):
         with pytest.raises((UsageError, ConnectionError)) as raised:
             call(rank)
@@ -159,7 +159,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize(("where", "code"), ALONE)
-def test_a_value_that_cannot_be_sent_is_refused_in_one_process_too(where, code):
+def test_an_unsendable_value_is_refused_in_one_process(where, code):
     error = refusal(ALONE[where, code])
     assert (error.where, error.code) == (where, code)
 
@@ -196,7 +196,7 @@ def test_the_chief_runs_a_block_first(monkeypatch):
     assert ran == [0, 1]
 
 
-def test_a_block_that_fails_in_the_chief_runs_nowhere_else(monkeypatch):
+def test_a_failing_chief_block_runs_nowhere_else(monkeypatch):
     monkeypatch.setattr(collectives, "_own_job", lambda name: types.SimpleNamespace(is_chief=True))
     with pytest.raises(OSError, match="no network"), tfdist.chief_first():
         raise OSError("no network")

@@ -18,7 +18,7 @@ def config_file(tmp_path: Path, body: str) -> str:
     return str(path)
 
 
-def test_every_field_has_a_default_that_is_right_and_a_line_of_help():
+def test_every_field_has_a_valid_default_and_help():
     config = base()
     check(config)
     assert FREE <= set(flat(config)) == set(FIELDS)
@@ -55,7 +55,7 @@ def test_a_file_is_read_and_then_the_overrides(tmp_path):
     assert [parse(["--verbosity", level]).verbosity for level in ("-1", "1")] == [-1, 1]
 
 
-def test_a_missing_config_file_is_refused_with_the_near_name():
+def test_a_missing_config_file_suggests_a_similar_name():
     near = str(CONFIGS[0]).replace(".py", "s.py")
     assert f"'{CONFIGS[0]}'" in str(refusal(lambda: parse(["--config", near])))
 

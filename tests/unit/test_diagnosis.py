@@ -30,11 +30,11 @@ OF_ITS_OWN = (
 
 
 @pytest.mark.parametrize("cause", [*LOST, *OF_ITS_OWN])
-def test_errors_of_a_lost_peer(cause):
+def test_errors_of_a_lost_peer_are_recognized(cause):
     assert is_lost_peer(cause) is (cause in LOST)
 
 
-def test_the_state_of_a_process_is_read_behind_its_name():
+def test_the_process_state_is_read_after_the_name():
     program = "import os; open('/proc/self/comm', 'w').write('x) Z (1 2'); os.write(1, b'.');"
     command = [sys.executable, "-c", program + "import signal; signal.pause()"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -91,7 +91,7 @@ def test_a_counter_explains_as_many_deaths_as_it_rose(tmp_path, write, groups, f
     assert evidence.of_kill(999) == ""
 
 
-def test_nothing_readable_is_no_evidence():
+def test_unreadable_evidence_gives_no_cause():
     evidence = KillEvidence()
     evidence.started(os.getpid())
     assert evidence.of_kill(os.getpid()) == ""

@@ -65,7 +65,7 @@ def leads_nowhere(page: Path, link: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_what_a_page_links_to_and_names_is_there_and_its_python_is_python(page):
+def test_links_paths_and_python_of_pages_are_valid(page):
     text = prose(page)
     links = [link for link in _LINK.findall(_CODE.sub("", text)) if not _SCHEME.match(link)]
     assert [link for link in links if leads_nowhere(page, link)] == []
@@ -75,7 +75,7 @@ def test_what_a_page_links_to_and_names_is_there_and_its_python_is_python(page):
         compile("\n" * line + code, name_of(page), "exec", ast.PyCF_ONLY_AST)
 
 
-def test_python_that_does_not_run_here_runs_where_its_library_is():
+def test_python_of_other_libraries_has_its_own_tests():
     tests = (ROOT / "tests" / "migrations" / "test_pages.py").read_text()
     others = [name_of(page) for page in PAGES if any(python_blocks(page, "py"))]
     assert len(others) == 5
@@ -83,7 +83,7 @@ def test_python_that_does_not_run_here_runs_where_its_library_is():
     assert sum(1 for page in PAGES for _ in python_blocks(page)) > 30
 
 
-def test_every_public_name_is_in_the_docs_and_nothing_that_is_not_there():
+def test_pages_name_all_public_names_and_no_others():
     texts = {page: page.read_text() for page in PAGES}
     text = "\n".join(texts[page] for page in PAGES if DOCS in page.parents)
     named = set(re.findall(r"\btfdist\.(\w+)\b", text))
@@ -94,7 +94,7 @@ def test_every_public_name_is_in_the_docs_and_nothing_that_is_not_there():
         assert set(re.findall(r"`tfdist\.(\w+)", prose(page))) <= known, name_of(page)
 
 
-def test_the_reading_list_is_an_afternoons():
+def test_the_reading_list_takes_one_afternoon():
     text = (DOCS / "architecture.md").read_text().split("## The reading list")[1]
     files = [ROOT / name for name in re.findall(r"^\d+\. `([\w/]+\.py)`$", text, re.MULTILINE)]
     assert 0 < len(files) <= 13
@@ -110,7 +110,7 @@ def pages_of(entry: Any) -> Iterator[str]:
         yield from pages_of(part)
 
 
-def test_every_page_is_in_the_navigation_of_the_site_once():
+def test_every_page_is_in_the_navigation_once():
     listed = list(pages_of(site.navigation()))  # the order of docs/index.md
     pages = {name_of(page) for page in DOCS.rglob("*.md")}
     assert len(listed) == len(set(listed))
@@ -121,7 +121,7 @@ def test_every_page_is_in_the_navigation_of_the_site_once():
     }
 
 
-def test_the_page_of_options_is_the_one_that_the_tables_give():
+def test_the_page_of_options_equals_the_tables():
     """`python -m tests.tools.options_page` writes it."""
     assert options_page.PAGE.read_text() == options_page.page()
 

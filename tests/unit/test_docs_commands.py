@@ -64,7 +64,7 @@ def test_every_command_in_the_pages_is_understood(name, monkeypatch):
         READ[name](shlex.split(rest))
 
 
-def test_every_program_is_in_the_index_and_in_a_command():
+def test_every_program_is_indexed_and_has_a_command():
     index = (DOCS / "index.md").read_text()
     assert {name for _, name, _ in commands()} == set(READ) == set(programs.PROGRAMS)
     assert [name for name in programs.PROGRAMS if f"`tfdist {name}`" not in index] == []
@@ -95,7 +95,7 @@ def test_every_flag_is_in_its_page(page, flags):
     assert [flag for flag in flags if flag != "help" and f"--{flag}" not in text] == []
 
 
-def test_every_flag_s_default_and_every_variable_is_in_its_table():
+def test_every_default_and_variable_is_in_its_table():
     lines = (DOCS / "reference.md").read_text().splitlines()
     for one in table(LaunchFlags).values():
         if one.help and one.default not in (None, False):
@@ -143,14 +143,14 @@ def test_every_dependency_has_its_reason():
     assert [name for name in names if name not in text] == []
 
 
-def test_every_test_that_holds_a_promise_is_there():
+def test_every_test_file_of_the_evidence_page_exists():
     tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     named = re.findall(r"\btest_\w+\.py", (DOCS / "evidence.md").read_text())
     assert len(named) > 30
     assert set(named) <= tests
 
 
-def test_every_message_of_the_troubleshooting_page_is_one_of_ours():
+def test_every_troubleshooting_message_is_in_the_source():
     """In backticks, in the first column; an ellipsis stands for what differs."""
     text = (DOCS / "troubleshooting.md").read_text()
     sources = " ".join(path.read_text() for path in sorted((ROOT / "tfdist").rglob("*.py")))

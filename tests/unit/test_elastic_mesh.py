@@ -185,7 +185,7 @@ def undisturbed():
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_the_bits_do_not_depend_on_the_number_of_members(undisturbed, count):
+def test_bits_do_not_depend_on_the_number_of_members(undisturbed, count):
     assert Job(count).run() == {undisturbed}
 
 
@@ -208,7 +208,7 @@ def test_survivors_of_random_kills_have_the_same_bits(undisturbed, seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_members_on_several_hosts_have_the_same_bits_after_kills(undisturbed, seed):
+def test_kills_on_several_hosts_leave_the_bits_unchanged(undisturbed, seed):
     draws = random.Random(seed)
     job, steps = Job(4, hosts=2 + seed % 2), [draws.randrange(1, 40), draws.randrange(1, 40)]
 
@@ -241,7 +241,7 @@ def test_a_broken_connection_between_hosts_is_the_next_view(undisturbed):
     assert job.views >= 2
 
 
-def test_strangers_on_the_network_are_no_members():
+def test_unauthenticated_connections_do_not_become_members():
     """They are silent, say in the clear that they are worker-1, or have an own certificate."""
     hello, held = struct.pack("<II", 1, 1), hold_ports(2)
     addresses = {member: port.address for member, port in enumerate(held)}
@@ -294,7 +294,7 @@ def job_of(mesh: Mesh) -> jobs.Job:
     return jobs.Job(strategy=None, kind=KINDS["elastic"], ring=mesh, shards=SHARDS)
 
 
-def test_states_of_callbacks_stay_if_the_chief_is_lost_while_it_shares_them():
+def test_callback_states_survive_a_chief_lost_while_sharing():
     def program(mesh: Mesh) -> str:
         job = job_of(mesh)
         jobs._made[:] = [job]
@@ -343,7 +343,7 @@ def lesson_of(launcher: socket.socket, mesh: Mesh, operations: int) -> list[np.n
         return [result for _, _, (result,) in _read_lesson(pupil)]
 
 
-def test_a_task_that_joins_gets_values_that_the_program_has_changed_since(monkeypatch):
+def test_a_joining_task_gets_values_unchanged_by_the_program(monkeypatch):
     with only_member() as (launcher, mesh):
         monkeypatch.setattr(jobs, "_made", [job_of(mesh)])
         value = np.arange(5000.0)
@@ -359,7 +359,7 @@ def test_a_task_that_joins_gets_values_that_the_program_has_changed_since(monkey
         np.testing.assert_array_equal(summed, expected)
 
 
-def test_members_go_on_while_a_task_reads_no_lesson():
+def test_members_continue_if_a_joining_task_reads_slowly():
     with only_member() as (launcher, mesh):
         value = np.arange(1_000_000.0)  # more than a socket's buffer
         mesh.sum(value, of="values")

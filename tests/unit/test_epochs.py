@@ -35,7 +35,7 @@ def plans(draw):
 
 
 @given(virtual_epochs(), BATCHES)
-def test_virtual_epochs_are_of_equal_size_whatever_the_batch(epochs, batch):
+def test_virtual_epochs_have_equal_size_for_any_batch(epochs, batch):
     boundaries = epochs.boundaries()
     sizes = {b - a for a, b in itertools.pairwise(boundaries)}
     assert (boundaries[0], boundaries[-1]) == (0, epochs.total_examples)
@@ -47,7 +47,7 @@ def test_virtual_epochs_are_of_equal_size_whatever_the_batch(epochs, batch):
 
 
 @given(plans())
-def test_the_steps_of_a_run_take_every_example_once_and_in_order(plan):
+def test_steps_take_every_example_once_and_in_order(plan):
     spans = [plan.span(step) for step in range(plan.total_steps)]
     sizes, lasts = [len(span) for span in spans], {end - 1 for end in plan.step_starts[1:]}
     assert [i for span in spans for i in span] == list(range(plan.example_starts[-1]))

@@ -29,7 +29,7 @@ def names_in(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def test_a_file_is_on_the_disk_before_it_is_renamed_and_its_directory_after(tmp_path, disk_events):
+def test_a_file_reaches_the_disk_before_its_rename(tmp_path, disk_events):
     path = tmp_path / "a.json"
     files.write_json(path, {"b": 1})
     beside = tmp_path / ".partial-a.json"
@@ -43,7 +43,7 @@ def test_a_file_is_on_the_disk_before_it_is_renamed_and_its_directory_after(tmp_
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
-def test_a_write_that_fails_half_way_leaves_the_old_file_alone(tmp_path, error):
+def test_a_failed_write_keeps_the_old_file(tmp_path, error):
     path = tmp_path / "model.keras"
     files.write_text(path, "old")
 
@@ -59,7 +59,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_alone(tmp_path, error):
     assert names_in(tmp_path) == ["model.keras"]
 
 
-def test_what_a_kill_left_is_overwritten(tmp_path):
+def test_leftovers_of_a_kill_are_overwritten(tmp_path):
     child = os.fork()
     if child == 0:
         with files.replacing(tmp_path / "a") as unfinished:
@@ -73,7 +73,7 @@ def test_what_a_kill_left_is_overwritten(tmp_path):
     assert names_in(tmp_path) == ["a"]
 
 
-def test_only_the_owner_reads_a_private_file_whatever_a_kill_left(tmp_path):
+def test_a_private_file_is_readable_only_by_its_owner(tmp_path):
     file, left = tmp_path / "a.json", tmp_path / ".partial-a.json"
     for path in (file, left):
         path.write_text("older")
@@ -85,7 +85,7 @@ def test_only_the_owner_reads_a_private_file_whatever_a_kill_left(tmp_path):
     assert json.loads(file.read_text()) == {}
 
 
-def test_a_file_system_without_fsync_of_directories_will_do(tmp_path, monkeypatch):
+def test_a_file_system_without_directory_fsync_is_accepted(tmp_path, monkeypatch):
     def refuse_directories(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -95,7 +95,7 @@ def test_a_file_system_without_fsync_of_directories_will_do(tmp_path, monkeypatc
     assert (tmp_path / "a").read_text() == "x"
 
 
-def test_an_error_names_where_in_one_line(tmp_path):
+def test_an_error_names_its_place_in_one_line(tmp_path):
     with (
         pytest.raises(TfdistError, match=r"^run directory x: No such file or directory$"),
         files.one_line_errors("run directory x"),
@@ -130,7 +130,7 @@ def holder(tmp_path):
         process.kill()
 
 
-def test_a_lock_names_its_holder_and_ends_with_it_though_a_child_lives_on(tmp_path, holder):
+def test_a_lock_names_its_holder_and_ends_with_it(tmp_path, holder):
     lock = FileLock(tmp_path / "lock")
     assert is_held(lock.path)
     with pytest.raises(LockedError, match=f"lock is locked by process {holder.pid}$"):
@@ -145,7 +145,7 @@ def test_a_lock_names_its_holder_and_ends_with_it_though_a_child_lives_on(tmp_pa
     assert not is_held(lock.path)
 
 
-def test_a_fork_does_not_let_go_of_its_parents_lock(tmp_path):
+def test_a_fork_keeps_the_lock_of_its_parent(tmp_path):
     with FileLock(tmp_path / "lock").acquire() as lock:
         child = os.fork()
         if child == 0:
@@ -172,7 +172,7 @@ def test_a_lock_is_waited_for(tmp_path):
     second.release()
 
 
-def test_a_file_that_its_holder_removed_is_not_taken_for_the_lock(tmp_path, monkeypatch):
+def test_a_lock_file_removed_meanwhile_is_created_again(tmp_path, monkeypatch):
     """The file is removed between opening and locking it: the lock must be on the new one."""
     flock, held = fcntl.flock, []
 
@@ -189,7 +189,7 @@ def test_a_file_that_its_holder_removed_is_not_taken_for_the_lock(tmp_path, monk
 
 
 @pytest.mark.parametrize("make", [os.symlink, os.link, None])
-def test_a_planted_link_or_fifo_is_no_lock_and_keeps_its_content(tmp_path, make):
+def test_a_planted_link_or_fifo_is_no_lock(tmp_path, make):
     victim, path = tmp_path / "authorized_keys", tmp_path / "lock"
     victim.write_text("ssh-ed25519 AAAA\n")
     make(victim, path) if make else os.mkfifo(path)
@@ -201,7 +201,7 @@ def test_a_planted_link_or_fifo_is_no_lock_and_keeps_its_content(tmp_path, make)
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_lock_neither_makes_its_directory_nor_locks_one(tmp_path):
+def test_a_lock_does_not_create_or_lock_directories(tmp_path):
     with pytest.raises(FileNotFoundError):
         FileLock(tmp_path / "no" / "lock").acquire()
     with pytest.raises(IsADirectoryError):
@@ -209,7 +209,7 @@ def test_a_lock_neither_makes_its_directory_nor_locks_one(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_the_holder_in_a_lock_file_is_a_number_or_unknown(tmp_path):
+def test_a_lock_file_names_a_process_or_unknown(tmp_path):
     with FileLock(tmp_path / "lock").acquire():
         (tmp_path / "lock").write_text("\x1b[2J")
         with pytest.raises(LockedError, match=r"locked by process unknown$"):
@@ -217,7 +217,7 @@ def test_the_holder_in_a_lock_file_is_a_number_or_unknown(tmp_path):
 
 
 @pytest.mark.parametrize("write", [files.write_text, write_twice])
-def test_a_link_beside_a_file_that_is_written_is_not_followed(tmp_path, write):
+def test_a_planted_partial_link_is_not_followed(tmp_path, write):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / ".partial-a").symlink_to(victim)
@@ -228,7 +228,7 @@ def test_a_link_beside_a_file_that_is_written_is_not_followed(tmp_path, write):
 
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("victim"), os.mkfifo, os.mkdir])
-def test_a_file_that_others_could_plant_is_opened_only_if_it_is_regular(tmp_path, make):
+def test_untrusted_files_are_opened_only_if_regular(tmp_path, make):
     (tmp_path / "victim").write_text("mine")
     make(tmp_path / "planted")
     for flags in (os.O_RDONLY, os.O_WRONLY | os.O_APPEND):
@@ -239,7 +239,7 @@ def test_a_file_that_others_could_plant_is_opened_only_if_it_is_regular(tmp_path
     assert (tmp_path / "victim").read_text() == "mine too"
 
 
-def test_what_cannot_be_locked_is_an_error_and_is_not_held(tmp_path, monkeypatch):
+def test_a_failed_lock_is_an_error_and_not_held(tmp_path, monkeypatch):
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -33,7 +33,7 @@ def test_no_size_above_the_largest_is_tried():
     assert tried == [8, 16, 32, 50]
 
 
-def test_a_batch_of_one_that_does_not_fit_is_an_error(monkeypatch):
+def test_one_example_that_does_not_fit_is_an_error(monkeypatch):
     def try_out(request: Any, limits: Any, *, timeout_s: float) -> BatchTrial:
         return BatchTrial(batch_size=request["batch_size"], fits=False, cause="took too much")
 
@@ -65,13 +65,13 @@ def child(monkeypatch):
     return run
 
 
-def test_what_a_child_answers_is_the_trial(child):
+def test_the_answer_of_a_child_is_the_trial(child):
     answer = {"peak_bytes": 5, "gpu_peak_bytes": None, "examples_per_second": 2.0, "cores": 1.5}
     trial = child(f"json.dump({answer}, sys.stdout)")
     assert trial == BatchTrial(batch_size=4, fits=True, **answer)
 
 
-def test_want_of_memory_is_told_from_other_errors():
+def test_out_of_memory_differs_from_other_errors():
     assert "out_of_memory" in failure(ValueError("OOM when allocating tensor with shape[8]"))
     assert "out_of_memory" in failure(MemoryError())
     assert failure(TypeError("no 'BLOOMBlock'")) == {"error": "TypeError: no 'BLOOMBlock'"}
@@ -88,7 +88,7 @@ def test_want_of_memory_is_told_from_other_errors():
         ("json.dump({'peak_bytes': 2 << 30}, sys.stdout)", "took more than 100 MiB"),
     ],
 )
-def test_a_child_without_memory_or_that_takes_too_much_does_not_fit(child, code, cause):
+def test_a_child_that_exceeds_memory_does_not_fit(child, code, cause):
     trial = child(code)
     assert not trial.fits
     assert cause in trial.cause
@@ -102,12 +102,12 @@ def test_a_child_without_memory_or_that_takes_too_much_does_not_fit(child, code,
         ("os.abort()", "status -6"),
     ],
 )
-def test_a_child_that_fails_for_something_else_is_an_error(child, code, said):
+def test_another_failure_of_a_child_is_an_error(child, code, said):
     with pytest.raises(TfdistError, match=f"trial with 4 examples failed: .*{said}.*Fix: "):
         child(code)
 
 
-def test_what_a_child_refuses_is_refused_in_the_same_line(child):
+def test_a_refusal_of_a_child_is_repeated(child):
     parts = {name: name for name in ("where", "problem", "fix", "code")}
     with pytest.raises(UsageError, match=r"where: problem\. Fix: fix") as error:
         child(f"json.dump({{'refused': {parts}}}, sys.stdout)")

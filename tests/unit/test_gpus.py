@@ -34,7 +34,7 @@ def gpus(monkeypatch):
     return lists
 
 
-def test_the_parts_of_a_divided_gpu_are_replicas_with_their_own_memory(gpus):
+def test_parts_of_a_gpu_are_replicas_with_own_memory(gpus):
     grown = gpus(1, 2)
     devices.grow_gpu_memory()
     assert grown == ["gpu-0"]
@@ -85,7 +85,7 @@ def test_a_gpu_without_kernels_in_the_wheel_is_found(gpu, kernels, says):
     assert last.startswith("warning  GPU: NCCL is missing")
 
 
-def test_the_gpus_of_this_host_and_the_kernels_of_its_wheel_are_read(monkeypatch, tmp_path):
+def test_gpus_and_kernels_of_the_host_are_read(monkeypatch, tmp_path):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 5090, 12.0'\n")
     smi.chmod(0o755)

@@ -54,12 +54,12 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "names"), [*AS_SLURM.items(), *OURS.items()])
-def test_a_list_is_expanded_as_slurm_does_with_text_after_a_bracket_in_each_name(text, names):
+def test_a_node_list_is_expanded_like_slurm(text, names):
     assert expand_hosts(text, where="X") == names.split()
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_no_node_list_is_one_line_that_names_the_variable(text):
+def test_an_invalid_node_list_names_the_variable(text):
     error = refusal(lambda: expand_hosts(text, where="SLURM_STEP_NODELIST"))
     assert (error.where, error.code) == ("SLURM_STEP_NODELIST", "bad-node-list")
     assert str(error).isprintable()
@@ -67,7 +67,7 @@ def test_what_is_no_node_list_is_one_line_that_names_the_variable(text):
 
 
 @given(st.text(alphabet="n1-9[],x 0", max_size=12))
-def test_any_text_is_expanded_to_names_or_refused(text):
+def test_any_text_is_a_host_list_or_refused(text):
     try:
         names = expand_hosts(text, where="X")
     except UsageError:
@@ -76,7 +76,7 @@ def test_any_text_is_expanded_to_names_or_refused(text):
     assert all(name and not set(name) & set("[], ") for name in names)
 
 
-def test_counts_are_repeated_as_often_as_they_say():
+def test_counts_are_repeated_by_their_factor():
     counts = {"2(x3),1": [2, 2, 2, 1], "16 ": [16], "1,0,3(x1)": [1, 0, 3]}
     assert {text: expand_counts(text, where="X") for text in counts} == counts
     for text in ("", "2(3)", "2(x0)", "x", "-1", "2,,1", "2(x99999999)"):
@@ -95,5 +95,5 @@ def test_counts_are_repeated_as_often_as_they_say():
         (" a , b:2 ", [("a", 1), ("b", 2)]),
     ],
 )
-def test_a_list_of_hosts_says_how_many_tasks_each_has(text, expected):
+def test_a_host_list_gives_the_tasks_of_each_host(text, expected):
     assert parse_hosts(text) == expected

@@ -28,7 +28,7 @@ assert not loaded, loaded
 """
 
 
-def test_a_job_that_is_not_ps_loads_none_of_its_modules():
+def test_other_jobs_load_no_ps_modules():
     done = forked_python.run(
         "-c", OF_ANOTHER_JOB, timeout=120, env={**os.environ, **forked_python.ENVIRON}
     )
@@ -140,13 +140,13 @@ BEGINS_WITHOUT = {
 
 
 @pytest.mark.parametrize(("program", "unwanted"), BEGINS_WITHOUT.values(), ids=BEGINS_WITHOUT)
-def test_a_program_begins_without(program, unwanted):
+def test_programs_start_without_unneeded_imports(program, unwanted):
     program += f"\nimport sys; loaded = {unwanted} & set(sys.modules); assert not loaded, loaded"
     done = python("-c", program)
     assert done.returncode == 0, done.stderr
 
 
-def test_no_file_imports_itself_by_way_of_others():
+def test_modules_have_no_import_cycles():
     """Imports inside functions count, those for types do not."""
     graph = grimp.build_graph("tfdist", exclude_type_checking_imports=True, cache_dir=None)
     pairs = [(a, b) for a in graph.modules for b in graph.find_modules_directly_imported_by(a)]

@@ -49,7 +49,7 @@ def comparisons(tree):
                 yield node.lineno, ast.unparse(node)
 
 
-def test_no_file_but_the_registry_and_its_own_room_compares_a_kind_by_name():
+def test_only_the_registry_compares_kinds_by_name():
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = str(path.relative_to(PACKAGE))
@@ -81,7 +81,7 @@ def test_templates_ask_for_properties_of_a_kind():
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=str)
-def test_a_kind_names_what_makes_and_runs_its_jobs(kind):
+def test_a_kind_names_its_maker_and_engine(kind):
     assert kind_of(kind.name) is kind
     assert kind.is_one_process != kind.has_several_tasks
     assert callable(load(kind.make))

@@ -14,6 +14,6 @@ def test_the_language_stays_within_its_budgets(kind):
     assert over_budget(found) == []
 
 
-def test_what_nobody_understands_would_be_seen():
+def test_unclear_text_is_over_budget():
     text = "What comes alone is nothing whose ones go; where it went nobody told. " * 3
     assert set(over_budget(figures([text]))) > {"what", "alone", "comes, goes", "semicolons"}

@@ -53,7 +53,7 @@ def test_an_experiment_has_the_fields_of_katibs_api(experiment):
     )
 
 
-def test_a_trial_of_an_experiment_is_a_job_that_writes_its_objective(experiment):
+def test_an_experiment_trial_writes_its_objective(experiment):
     template = experiment["trialTemplate"]
     (container,) = template["trialSpec"]["spec"]["template"]["spec"]["containers"]
     assert container["name"] == template["primaryContainerName"]
@@ -127,7 +127,7 @@ def unknown(given: Mapping[str, Any], known: Mapping[str, Any], at: str = "") ->
             yield f"{at}.{name}={value}"
 
 
-def test_an_mpijob_starts_a_rank_in_each_pod_that_finds_its_peers():
+def test_ranks_of_an_mpijob_find_their_peers():
     document = manifest("mpijob/mpijob.yaml")
     assert (document["apiVersion"], document["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     name, spec = document["metadata"]["name"], document["spec"]
@@ -156,7 +156,7 @@ def test_an_mpijob_starts_a_rank_in_each_pod_that_finds_its_peers():
     train.parse(words)
 
 
-def test_a_task_of_skypilot_is_a_worker_on_each_node():
+def test_a_skypilot_task_is_one_worker_per_node():
     task = manifest("skypilot/task.yaml")
     assert list(unknown(task, SKYPILOT)) == []
     assert set(task["resources"]["job_recovery"]["recover_on_exit_codes"]) == {75, 143}

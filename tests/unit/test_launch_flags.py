@@ -19,7 +19,7 @@ from tfdist.launch.options import (
 from tfdist.options import LaunchFlags, names_of
 
 
-def test_flags_are_read_with_a_space_an_equals_sign_and_dashes():
+def test_flags_accept_spaces_equals_signs_and_dashes():
     options = parse(
         ["--strategy", "ps", "--workers=4", "--ps", "2", "--startup-timeout-s=30", "--dry-run"]
     )
@@ -63,7 +63,7 @@ def test_flags_are_read_from_a_file_of_absl(tmp_path):
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
-def test_help_is_asked_for_and_has_every_flag(word, capsys):
+def test_help_lists_every_flag(word, capsys):
     assert main(["--workers", "2", word]) == 0
     text = capsys.readouterr().out
     assert [
@@ -117,7 +117,7 @@ DOES_NOT = (
 
 
 @pytest.mark.parametrize("source", [*SAYS_SO, *DOES_NOT])
-def test_a_program_says_itself_whether_it_imports_tensorflow(folder, source):
+def test_the_source_of_a_program_shows_its_tensorflow_import(folder, source):
     for name in ("train.py", "outer/inner/__main__.py", "outer/inner/module.py"):
         (folder / name).write_text(source)
     for target in ("train.py", "-m outer.inner", "-m outer.inner.module"):
@@ -134,7 +134,7 @@ def test_a_program_says_itself_whether_it_imports_tensorflow(folder, source):
         (errno.EBADF, None),  # no user's mistake
     ],
 )
-def test_a_limit_of_the_system_is_one_line(monkeypatch, capsys, number, fix):
+def test_system_limits_are_a_one_line_error(monkeypatch, capsys, number, fix):
     def run_job(options, **_):
         raise OSError(number, os.strerror(number))
 

@@ -36,7 +36,7 @@ def _on_host_a(monkeypatch):
     monkeypatch.setattr("tfdist.launch.multihost.hosts.resolve", unknown)
 
 
-def test_the_list_says_how_many_workers_there_are_and_whose():
+def test_a_host_list_gives_the_number_of_workers():
     options, group = decided("--hosts a:2,b:1")
     assert (options.strategy, options.workers) == ("multiworker", 3)
     assert (group.hosts, group.slots, group.rank) == (("a", "b"), (2, 1), 0)
@@ -45,7 +45,7 @@ def test_the_list_says_how_many_workers_there_are_and_whose():
     assert group.cluster({0: ["a:9", "a:2"], 1: ["b:8"]}).worker == ("a:9", "a:2", "b:8")
 
 
-def test_under_ps_the_chief_is_on_the_first_host_and_the_ps_on_the_last():
+def test_under_ps_the_chief_is_first_and_servers_last():
     options, group = decided("--strategy ps --ps 1 --hosts a:2,b:2")
     assert (options.workers, group.num_ps) == (2, 1)
     assert group.tasks([0, 1]) == {0: (CHIEF, W0), 1: (W1, PS)}
@@ -53,7 +53,7 @@ def test_under_ps_the_chief_is_on_the_first_host_and_the_ps_on_the_last():
     assert cluster.as_dict() == {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["b:4"]}
 
 
-def test_an_evaluator_is_one_task_more_on_the_host_of_the_chief():
+def test_an_evaluator_runs_on_the_host_of_the_chief():
     _, group = decided("--hosts a:2,b:1 --evaluator")
     assert group.tasks([0, 1])[0] == (W0, W1, EVALUATOR)
     assert group.tasks([0])[0][-1] == EVALUATOR  # where the other did not come back
@@ -64,14 +64,14 @@ def test_an_evaluator_is_one_task_more_on_the_host_of_the_chief():
     assert ps.tasks([0, 1])[0] == (CHIEF, W0, EVALUATOR)
 
 
-def test_a_list_of_this_host_alone_is_a_job_on_this_machine():
+def test_a_list_of_only_this_host_is_local():
     for line in ("--hosts a:3 --evaluator", "--hosts 127.0.0.1:3 --evaluator"):
         options, group = decided(line)
         assert group is None
         assert (options.workers, options.hosts, options.evaluator) == (3, None, True)
 
 
-def test_a_launcher_that_is_not_in_the_list_has_no_tasks():
+def test_an_unlisted_launcher_has_no_tasks():
     options, group = decided("--hosts b:2,c --evaluator")
     assert (group.hosts, group.slots, options.workers) == (("launcher", "b", "c"), (0, 2, 1), 3)
     assert group.tasks([0, 1, 2]) == {0: (), 1: (W0, W1, EVALUATOR), 2: (W2,)}
@@ -80,7 +80,7 @@ def test_a_launcher_that_is_not_in_the_list_has_no_tasks():
     assert decided("--hosts b")[0].strategy == "multiworker"
 
 
-def test_the_first_host_is_this_one_by_its_name_or_address(monkeypatch):
+def test_the_first_host_is_recognized_by_name_or_address(monkeypatch):
     monkeypatch.setattr("tfdist.launch.multihost.hosts.is_own_address", ["10.0.0.2"].count)
     first = {"a,b": "a", "10.0.0.2,b": "10.0.0.2", "localhost,b": "localhost", "b,a": "launcher"}
     assert {line: decided(f"--hosts {line}")[1].hosts[0] for line in first} == first
@@ -105,12 +105,12 @@ def test_an_elastic_job_may_have_several_hosts():
     assert (job.strategy, job.workers, group.hosts[-2:]) == ("elastic", 3, ("a", "b"))
 
 
-def test_a_missing_openssl_is_a_line_before_the_job_starts(monkeypatch):
+def test_a_missing_openssl_is_an_error_before_the_start(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert refused(certificate) == ("--elastic", "no-openssl")
 
 
-def test_agents_get_variables_that_tasks_read_and_those_that_are_named():
+def test_agents_get_the_variables_of_tasks_and_named_ones():
     own = dict.fromkeys(("HOME", "SECRET_KEY", "TF_CONFIG", "TFDIST_JOB", "TFDIST_HOSTS"), "x")
     passed = dict.fromkeys(("TF_X", "KERAS_HOME", "TFDIST_RING", "PYTHONPATH", "MY_VAR"), "x")
     assert passed_variables({**own, **passed}, ["MY_VAR"]) == passed
@@ -120,7 +120,7 @@ def test_agents_get_variables_that_tasks_read_and_those_that_are_named():
         assert passed_variables(environ, ()) == (environ if is_passed else {})
 
 
-def test_the_command_of_the_users_own_shell_has_the_host_at_its_place_or_its_end():
+def test_a_custom_shell_command_contains_the_host():
     assert shell_of("ssh", None)[0] == "ssh"
     assert shell_of("ssh", "ssh -p 2222") == ["ssh", "-p", "2222", "{host}"]
     assert shell_of("ssh", "kubectl exec -i {host} -- sh -c")[-2:] == ["sh", "-c"]
@@ -161,13 +161,13 @@ def step(nodes):
     )
 
 
-def test_a_list_of_this_host_alone_is_a_job_without_a_remote_shell():
+def test_a_local_host_list_ignores_the_remote_shell():
     options, group = decided("--hosts a:2 --rsh x --env HOME")
     assert group is None
     assert (options.where, options.workers, options.rsh, options.env) == ("local", 2, None, None)
 
 
-def test_an_allocation_of_slurm_says_the_hosts():
+def test_an_allocation_of_slurm_gives_the_hosts():
     options, group = decided("--on slurm", slurm(3))
     assert (group.hosts, group.slots, group.rank) == (("n1", "n2", "n3"), (1, 1, 1), 0)
     assert (options.strategy, options.workers) == ("multiworker", 3)
@@ -187,7 +187,7 @@ def test_several_launchers_in_a_step_are_refused():
         assert planned_here(environ) == 0
 
 
-def test_in_an_allocation_the_tasks_are_spread_over_the_nodes():
+def test_an_allocation_spreads_tasks_over_its_nodes():
     options, group = decided("--on slurm --strategy ps --workers 4 --ps 2", slurm(3))
     assert (options.workers, group.slots, group.num_ps) == (4, (3, 2, 2), 2)
     assert decided("--on slurm --workers 4", slurm(2))[1].slots == (2, 2)
@@ -208,7 +208,7 @@ def alike(tmp_path, environ=None, *, text="x", args="--lr 1"):
     return terms(environ or {}, program=program, program_file=str(script))
 
 
-def test_hosts_are_alike_whatever_is_their_own(tmp_path):
+def test_settings_of_one_host_make_no_difference(tmp_path):
     own = {"TF_CONFIG": "x", "TF_NUM_INTRAOP_THREADS": "4", "HOME": "/root", "TF_CPP_X": "1"}
     assert alike(tmp_path) == alike(tmp_path, own)
     missing = alike(tmp_path, args="--config {}")
@@ -222,7 +222,7 @@ def test_hosts_are_alike_whatever_is_their_own(tmp_path):
         ("the hash of train.py", {"text": "y"}),
     ],
 )
-def test_what_would_make_another_job_of_it_differs(name, there, tmp_path):
+def test_settings_that_change_the_job_differ(name, there, tmp_path):
     assert alike(tmp_path).get(name) != alike(tmp_path, **there).get(name)
 
 

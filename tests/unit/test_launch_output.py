@@ -74,12 +74,12 @@ def task_output(console, path, **options):
         ([b"\xff\xfe\n"], [b"\xff\xfe"]),
     ],
 )
-def test_lines_are_what_a_terminal_would_be_left_with(pieces, lines):
+def test_lines_are_split_as_a_terminal_shows_them(pieces, lines):
     splitter = LineSplitter()
     assert [line for piece in pieces for line in splitter.feed(piece)] == lines
 
 
-def test_an_unfinished_line_is_there_at_the_end_and_no_line_fills_the_memory():
+def test_unfinished_lines_are_kept_within_bounded_memory():
     splitter = LineSplitter()
     for step in range(10_000):  # a progress bar without end
         assert splitter.feed(b"step %d " % step + b"#" * 50 + b"\r") == []
@@ -96,9 +96,7 @@ def test_an_unfinished_line_is_there_at_the_end_and_no_line_fills_the_memory():
 # one task's output
 
 
-def test_all_is_in_the_log_and_the_last_lines_are_text_but_for_tensorflows_chatter(
-    reader, tmp_path
-):
+def test_the_log_is_complete_and_last_lines_skip_chatter(reader, tmp_path):
     output = task_output(reader.console, tmp_path)
     chatter = b"I0000 00:00:1795172313.149165   16599 port.cc:153] oneDNN is on.\n"
     chatter += b"WARNING: All log messages before absl::InitializeLog() is called are written to\n"
@@ -123,7 +121,7 @@ def test_chatter_is_hidden_without_the_launcher(capfd, monkeypatch):
     assert capfd.readouterr().err == "mine\n"
 
 
-def test_a_log_that_cannot_be_written_is_said_once_and_the_job_goes_on(reader, tmp_path):
+def test_an_unwritable_log_warns_once_and_the_job_continues(reader, tmp_path):
     (tmp_path / "log").symlink_to("/dev/full")
     output = task_output(reader.console, tmp_path)
     output.feed(b"one\n")
@@ -137,7 +135,7 @@ def test_a_log_that_cannot_be_written_is_said_once_and_the_job_goes_on(reader, t
 # the console
 
 
-def test_a_descriptor_that_somebody_else_has_filled_is_written_to_later(reader, monkeypatch):
+def test_a_full_descriptor_is_written_to_later(reader, monkeypatch):
     write, errors = os.write, [BlockingIOError(errno.EAGAIN, "busy")]
 
     def write_later(fd, data):
@@ -153,7 +151,7 @@ def test_a_descriptor_that_somebody_else_has_filled_is_written_to_later(reader, 
 # the failure block
 
 
-def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
+def test_remarks_are_written_to_a_separate_standard_error(reader, tmp_path):
     errors = Reader()
     screen = JobScreen(out=reader.console, err=errors.console)
     screen.open(W1, tmp_path / "log").feed(b"Traceback\n")
@@ -172,9 +170,7 @@ def test_remarks_go_to_standard_error_where_that_is_another(reader, tmp_path):
 # the last lines
 
 
-def test_a_job_ends_with_its_result_metrics_files_report_and_the_resuming_command(
-    tmp_path, monkeypatch
-):
+def test_the_closing_lines_name_results_and_resume_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "tfdist.launch", "--workers=2", "x"])
     run, given = tmp_path / "runs" / "a b", ["--workers=2", "my train.py", "--lr", "0.1"]
@@ -218,7 +214,7 @@ def test_the_resuming_command_means_the_same_without_its_secrets(words, tmp_path
 # the report
 
 
-def test_the_report_names_times_codes_signals_and_the_first_failure(tmp_path):
+def test_the_report_names_times_codes_and_first_failure(tmp_path):
     state = JobState(
         job_tasks=(W0, W1, Task("ps", 0)),
         logs=tmp_path,
@@ -272,7 +268,7 @@ def test_a_damaged_report_does_not_stop_the_next_attempt(tmp_path, text):
     assert earlier_attempts(tmp_path) == []
 
 
-def test_what_was_said_before_the_launcher_fails_is_written(tmp_path, monkeypatch, capfd):
+def test_output_before_a_launcher_failure_is_written(tmp_path, monkeypatch, capfd):
     def fail(*args, **more):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

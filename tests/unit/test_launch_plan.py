@@ -52,7 +52,7 @@ def values(specs, name):
         *(("--workers 2", True), ("--ps 1", True), ("--strategy multiworker --evaluator", True)),
     ],
 )
-def test_tasks_of_a_job_of_several_claim_a_training_of_their_own(line, is_claimed):
+def test_tasks_get_a_claim_for_training_alone(line, is_claimed):
     claim = "/runs/a b/logs/attempt-3/trains-alone" if is_claimed else ""
     assert {spec.claim for spec in planned(line).values()} == {claim}
 
@@ -76,15 +76,13 @@ def test_tasks_of_a_job_of_several_claim_a_training_of_their_own(line, is_claime
         ("--workers 2 --evaluator", "", "multiworker", "worker-0 worker-1 evaluator-0"),
     ],
 )
-def test_the_numbers_asked_for_decide_on_the_strategy_and_tasks_start_with_the_chief(
-    line, gpus, strategy, tasks
-):
+def test_numbers_of_tasks_decide_the_strategy_and_order(line, gpus, strategy, tasks):
     machine = Machine(cpus=2, gpus=tuple(gpus))
     assert decided_kind(parse(line.split()), machine).name == strategy
     assert list(planned(line, machine=machine)) == tasks.split()
 
 
-def test_each_task_is_told_its_own_part_of_one_cluster_and_what_was_asked_for():
+def test_each_task_gets_its_part_of_the_cluster():
     line = "--ps 1 --workers 2 --threads_per_task 3 --startup_timeout_s 7"
     specs = planned(f"{line} --split_bytes 4096")
     configs = {name: decode(spec.env["TF_CONFIG"]) for name, spec in specs.items()}
@@ -96,7 +94,7 @@ def test_each_task_is_told_its_own_part_of_one_cluster_and_what_was_asked_for():
     assert options.split_bytes == 4096
 
 
-def test_the_evaluator_is_outside_the_training_and_takes_a_share_of_the_cpus_but_no_gpu():
+def test_the_evaluator_gets_cpus_but_no_gpu():
     specs = planned("--ps 1 --workers 2 --evaluator", cpus=8, gpus=("0", "1"))
     configs = {name: decode(spec.env["TF_CONFIG"]) for name, spec in specs.items()}
     assert all(config.options.evaluator for config in configs.values())
@@ -130,7 +128,7 @@ SECRETS = [
 
 
 @pytest.mark.parametrize("words", SECRETS)
-def test_secrets_of_the_command_are_neither_printed_nor_written_down(words):
+def test_secrets_of_the_command_are_hidden(words):
     secrets = shlex.split(words)
     usual = ["--lr=1", "--auth", "--keys=2", "--monkey", "3", "https://a.b/c", "-params", "--u=a:b"]
     usual += ["--max_tokens=512", "--passes", "2", "--design=12:30", "--monkey='{\"keys\": 1}'"]
@@ -185,11 +183,11 @@ def test_cpus_are_divided_among_the_tasks_that_compute(line, cpus, share):
         ("", {}, "worker-0", "no_grpc_proxy", None),
     ],
 )
-def test_what_a_task_has_in_its_environment(line, own, task, name, value):
+def test_a_task_gets_its_environment_variables(line, own, task, name, value):
     assert planned(line, cpus=2, environ=own)[task].env.get(name) == value
 
 
-def test_the_users_own_settings_go_before_what_the_launcher_would_choose():
+def test_settings_of_the_user_have_priority():
     own = {
         "TF_NUM_INTRAOP_THREADS": "7",
         "TF_NUM_INTEROP_THREADS": "9",
@@ -230,7 +228,7 @@ def test_gpus_are_divided_among_the_workers(line, gpus, visible):
     assert values(planned(line, gpus=gpus), "CUDA_VISIBLE_DEVICES") == visible
 
 
-def test_a_gpu_that_the_launcher_does_not_know_is_left_to_tensorflow():
+def test_an_unknown_gpu_is_left_to_tensorflow():
     machine = Machine(cpus=2, has_gpu_driver=True)
     assert "CUDA_VISIBLE_DEVICES" not in planned("", machine=machine)["worker-0"].env
 
@@ -246,9 +244,7 @@ def test_a_gpu_that_the_launcher_does_not_know_is_left_to_tensorflow():
         ("fork", Machine(cpus=2, gpus=("0",)), False, "fork"),
     ],
 )
-def test_what_imports_tensorflow_is_forked_unasked_where_there_is_no_gpu(
-    flag, machine, imports, method
-):
+def test_tensorflow_programs_are_forked_without_a_gpu(flag, machine, imports, method):
     options = parse([f"--start={flag}"])
     assert start_method(options, machine, imports_tensorflow=imports) == method
 
@@ -292,7 +288,7 @@ def test_a_driver_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
     process.communicate()
 
 
-def test_the_parts_of_a_divided_gpu_are_devices_of_their_own():
+def test_parts_of_a_gpu_are_separate_devices():
     text = (
         "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6)\n"
         "  MIG 3g.20gb     Device  0: (UUID: MIG-c6d4f1ef)\n"
@@ -334,7 +330,7 @@ class Port:
         self.is_held = False
 
 
-def test_other_ports_are_chosen_for_those_that_were_taken_before_the_start(monkeypatch):
+def test_ports_taken_before_the_start_are_replaced(monkeypatch):
     drawn = [Port(number) for number in (1, 2, 3, 4, 5)]
     taken = {"127.0.0.1:2", "127.0.0.1:4"}
     monkeypatch.setattr(held_ports, "hold_ports", lambda n, **how: [drawn.pop(0) for _ in range(n)])
@@ -358,9 +354,7 @@ def test_the_run_directory_is_absolute_and_new_unless_given(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOLCK, 2), (errno.ENOSPC, 1)])
-def test_a_file_system_without_locks_or_room_is_not_taken_for_another_job(
-    tmp_path, monkeypatch, number, code
-):
+def test_a_file_system_error_is_not_another_job(tmp_path, monkeypatch, number, code):
     def refuse(descriptor, operation):
         raise OSError(number, os.strerror(number))
 
@@ -391,7 +385,7 @@ SEVERAL = {"worker": ["a:1", "b:1"]}
         (told(SEVERAL, TFDIST_CLUSTER="tf_config"), "worker-0 of a job with 2 tasks"),
     ],
 )
-def test_the_launcher_in_the_place_of_a_task_is_refused(environ, task):
+def test_a_launcher_inside_a_task_is_refused(environ, task):
     line = ["--dry_run", "--strategy=single", "-m", "this"]
     error = refusal(lambda: run_job(parse(line), environ=environ))
     assert (error.where, error.code) == ("TF_CONFIG", "nested-launcher")
@@ -421,7 +415,7 @@ SAID = {
 @pytest.mark.parametrize(
     ("said", "environ"), [(said, environ) for said, listed in SAID.items() for environ in listed]
 )
-def test_what_of_the_environment_is_not_used_is_said_in_one_line(said, environ, capsys):
+def test_unused_environment_variables_are_named_in_one_line(said, environ, capsys):
     assert run_job(parse(["--dry_run", "--strategy=single", "-m", "this"]), environ=environ) == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == bool(said)

@@ -124,9 +124,7 @@ def processes(world, tmp_path, monkeypatch):
         made.finish()
 
 
-def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
-    world, processes, tmp_path
-):
+def test_a_cause_is_reported_after_output_before_the_end(world, processes, tmp_path):
     raised, ended = world.wait(processes)
     assert raised == Raised(task=W0, exit_code=1, cause="ValueError", at_s=4.5, step=31)
     assert ended == Ended(task=W0, status=1, at_s=5)
@@ -134,9 +132,7 @@ def test_why_a_task_failed_is_told_before_its_end_and_after_its_last_words(
 
 
 @pytest.mark.parametrize(("exit_code", "muted"), [(1, True), (130, False), (143, False)])
-def test_only_the_first_traceback_is_shown_and_the_chief_tells_of_its_stop(
-    processes, exit_code, muted
-):
+def test_only_the_first_traceback_is_shown(processes, exit_code, muted):
     processes.perform(Start(W1))
     outputs = [processes._screen._outputs[task] for task in (W0, W1)]
     with open(f"/proc/self/fd/{processes._notes_fd}", "w") as pipe:
@@ -147,7 +143,7 @@ def test_only_the_first_traceback_is_shown_and_the_chief_tells_of_its_stop(
     assert [output.muted for output in outputs] == [muted, False]
 
 
-def test_an_output_that_is_closed_is_one_request_to_stop(processes):
+def test_a_closed_output_is_one_stop_request(processes):
     """Another host asks host 0, and goes on until it is told to end its tasks: two would kill."""
     processes._screen.out.is_closed = True
     assert [*processes.wait(0), *processes.wait(0)] == [StopRequest(signum=signal.SIGPIPE)]
@@ -176,7 +172,7 @@ def fork_starter(path, **options):
     starter.close()
 
 
-def test_a_fork_server_that_is_given_up_has_ended_with_its_tasks(tmp_path):
+def test_an_abandoned_fork_server_ends_with_its_tasks(tmp_path):
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with there, fork_starter(tmp_path, server=here) as starter:
         there.send(b'{"ready": true}')
@@ -187,7 +183,7 @@ def test_a_fork_server_that_is_given_up_has_ended_with_its_tasks(tmp_path):
         assert starter.is_over
 
 
-def test_why_the_kernel_killed_a_fork_server_is_told(tmp_path, monkeypatch):
+def test_a_kernel_kill_of_a_fork_server_is_explained(tmp_path, monkeypatch):
     monkeypatch.setattr("tfdist.launch.fork_server.IMPORTS", ("json",))
     with fork_starter(tmp_path) as starter:
         os.kill(starter.pid, signal.SIGKILL)
@@ -197,7 +193,7 @@ def test_why_the_kernel_killed_a_fork_server_is_told(tmp_path, monkeypatch):
         assert events[-1].cause.startswith(said)
 
 
-def test_a_sign_of_life_is_an_event(processes):
+def test_a_heartbeat_is_an_event(processes):
     said = {"phase": "step", "step": 7, "since_s": 4.0, "first_step_s": None}
     waits = {"awaited": {"task": "worker-0", "since_s": 3.0, "is_first": False}}
     note = {"event": "beat", "task": "worker-0", "at_s": 4.5, **said, **waits}
@@ -210,7 +206,7 @@ def test_a_sign_of_life_is_an_event(processes):
     assert event == Beat(task=W0, at_s=4.5, awaited=awaited, **said)
 
 
-def test_what_a_task_leaves_is_ended_and_why_the_kernel_killed_it_is_told(world, processes):
+def test_leftovers_end_and_a_kernel_kill_is_explained(world, processes):
     world.status, world.causes = -signal.SIGKILL, {4711: "out of memory"}
     world.starts(processes, pid=4711)
     processes.perform(KillOne(W0))
@@ -220,7 +216,7 @@ def test_what_a_task_leaves_is_ended_and_why_the_kernel_killed_it_is_told(world,
 
 
 @pytest.mark.parametrize("task", [W0, W1])
-def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, monkeypatch, task):
+def test_a_failed_start_does_not_affect_the_next_one(world, processes, monkeypatch, task):
     """As that of a worker of a ps job, when the machine had no process left for it."""
     sent = []
     monkeypatch.setattr(os, "kill", lambda pid, signum: sent.append(signum))
@@ -237,7 +233,7 @@ def test_a_start_that_failed_leaves_nothing_for_the_next_one(world, processes, m
     assert sent == []
 
 
-def test_a_bound_command_ends_with_the_process_that_started_it():
+def test_a_bound_command_ends_with_its_parent():
     code = (
         "import subprocess, sys, time; from tfdist.launch.guardian import bound_command;"
         "own = [sys.executable, '-c', 'print(1, flush=True); import time; time.sleep(600)'];"
@@ -253,7 +249,7 @@ def test_a_bound_command_ends_with_the_process_that_started_it():
 
 
 @pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])
-def test_a_request_that_is_delivered_twice_is_one_and_a_later_one_another(again):
+def test_a_signal_repeated_at_once_is_one_request(again):
     clock = Clock()
     with SignalPipe(clock=clock) as signals:
         signal.raise_signal(signal.SIGTERM)
@@ -267,7 +263,7 @@ def test_a_request_that_is_delivered_twice_is_one_and_a_later_one_another(again)
         assert signals.read() == [again]
 
 
-def test_signals_that_were_blocked_from_the_start_are_heard_and_blocked_again():
+def test_signals_blocked_at_the_start_are_heard_then_restored():
     """As of a launcher that a thread without signals has started."""
     blocked = {signal.SIGTERM, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)

@@ -82,7 +82,7 @@ def ended(task=W1):
     return {**known, "lines": ["last"]}
 
 
-def test_a_task_is_started_signalled_and_ended_where_it_is(world):
+def test_a_task_is_started_and_ended_on_its_host(world):
     assert world.sent == [(1, {"action": "start", "task": "worker-1", "restart": 0})]
     world.processes.perform(Signal(W1, signal.SIGTERM))
     world.processes.perform(Signal(W0, signal.SIGTERM))
@@ -92,7 +92,7 @@ def test_a_task_is_started_signalled_and_ended_where_it_is(world):
     world.screen.keep_last_lines.assert_called_once_with(W1, ("last",))
 
 
-def test_members_of_a_view_on_all_hosts_are_told(world):
+def test_a_view_is_sent_to_members_on_all_hosts(world):
     view = ShowView(epoch=1, members=(W0, W1))
     go = GoOn(epoch=1, members=(W0, W1), done=0, source=W0, behind=(), joining=())
     pair = Acquaint(joining=W2, member=W0, is_ready=False)
@@ -139,7 +139,7 @@ def test_an_action_arrives_as_it_was_sent(action):
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_an_event_arrives_as_it_was_by_the_clock_of_who_hears_it(event, world):
+def test_event_times_use_the_clock_of_the_receiver(event, world):
     message = {**encode_event(event, now_s=NOW_S), "lines": []}
     assert world.hears(message) == [event]
     (later,) = World(now_s=NOW_S + 1000).hears(message)
@@ -148,7 +148,7 @@ def test_an_event_arrives_as_it_was_by_the_clock_of_who_hears_it(event, world):
         assert later.since_s == event.since_s + 1000
 
 
-def test_what_a_host_says_of_the_tasks_of_others_or_of_none_is_left_out(world):
+def test_messages_about_foreign_tasks_are_ignored(world):
     assert world.hears(ended(), rank=2) == []
     assert world.hears(ended(W0), rank=2) == []
     assert world.hears(ended(W2)) == []  # not started
@@ -158,7 +158,7 @@ def test_what_a_host_says_of_the_tasks_of_others_or_of_none_is_left_out(world):
     assert world.processes.state_of(W1) == "S"
 
 
-def test_a_host_that_is_gone_is_the_end_of_its_tasks_and_starts_none(world):
+def test_a_lost_host_ends_its_tasks_and_starts_none(world):
     world.news.append(Lost(rank=1, cause="no word for 5 s"))
     gone = Ended(
         task=W1, status=EXIT_PEER_MISSING, at_s=NOW_S,
@@ -172,7 +172,7 @@ def test_a_host_that_is_gone_is_the_end_of_its_tasks_and_starts_none(world):
     assert (end.task, end.status) == (W2, EXIT_PEER_MISSING)
 
 
-def test_requests_to_stop_that_come_together_count_once(world):
+def test_simultaneous_stop_requests_count_once(world):
     world.here = [StopRequest(signum=15)]
     world.news.append(MessageReceived(rank=1, message=STOP))
     assert world.processes.wait(None) == [StopRequest(signum=15)]
@@ -180,13 +180,13 @@ def test_requests_to_stop_that_come_together_count_once(world):
     assert world.hears(STOP, rank=2) == [StopRequest(signum=15)]  # it means it
 
 
-def test_it_wakes_in_time_for_the_beats_of_the_hosts(world):
+def test_waits_end_in_time_for_heartbeats_of_hosts(world):
     for timeout_s in (None, 0.2, 100):
         world.processes.wait(timeout_s)
     assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
 
 
-def test_the_agents_are_told_that_the_launcher_has_failed(monkeypatch):
+def test_a_failing_launcher_ends_its_agents(monkeypatch):
     team = Mock()
     team.gather.return_value = None
     team.roll_call.side_effect = OSError("a disk that is full")
@@ -197,7 +197,7 @@ def test_the_agents_are_told_that_the_launcher_has_failed(monkeypatch):
     team.end.assert_called_once_with(EXIT_FAILED)
 
 
-def test_a_host_that_has_lost_the_launcher_ends_its_tasks():
+def test_a_host_without_the_launcher_ends_its_tasks():
     part = MagicMock()
     part.job.options = Mock(grace_s=60, max_restarts=0)
     request, ended = StopRequest(signum=signal.SIGTERM), Ended(task=W1, status=-15, at_s=NOW_S)
@@ -210,7 +210,7 @@ def test_a_host_that_has_lost_the_launcher_ends_its_tasks():
     part.processes.finish.assert_called_once_with()
 
 
-def test_a_host_that_cannot_make_its_tasks_or_has_no_port_for_the_next_attempt_says_so():
+def test_a_host_reports_failed_starts_and_missing_ports():
     host = Node(MagicMock(), Mock())
     host._cause = "/logs: read-only"
     ended = host._perform(Start(W1))
@@ -237,7 +237,7 @@ WORDS = ("ended", "started", "beat", "raised", "stoprequest", "worker-1", 15, 1.
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), JSON | st.sampled_from(WORDS)))
-def test_what_makes_no_sense_changes_nothing(message):
+def test_invalid_messages_are_ignored(message):
     world = World()
     heard = {type(event) for event in world.hears(message)}
     assert heard <= {Started, Beat, Raised, Ended, StopRequest}

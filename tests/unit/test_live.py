@@ -71,7 +71,7 @@ HISTORY = [
 ]
 
 
-def test_the_status_tells_phase_step_rate_and_memory_while_a_task_runs(tmp_path):
+def test_the_status_shows_phase_step_rate_and_memory(tmp_path):
     (task,) = observed(tmp_path / "running", HISTORY[:-1])["tasks"]
     assert (task["phase"], task["step"], task["steps_per_s"]) == ("step", 30, 20.0)
     assert task["memory_bytes"] > 1_000_000
@@ -81,7 +81,7 @@ def test_the_status_tells_phase_step_rate_and_memory_while_a_task_runs(tmp_path)
     assert elsewhere["peak_memory_bytes"] is None
 
 
-def test_what_a_task_says_at_a_heartbeat_is_what_it_did_since_the_one_before(tmp_path):
+def test_a_heartbeat_reports_the_time_since_the_last_one(tmp_path):
     live = observed(tmp_path, HISTORY)
     (tmp_path / "report.json").write_text('{"exit_code": null, "attempts": []}')
     (tmp_path / "live.json").write_text(json.dumps({**live, "state": "running"}))
@@ -102,7 +102,7 @@ def test_the_status_follows_a_clock_that_is_set(tmp_path):
     assert told["at"] - told["began_at"] == 4.0
 
 
-def test_a_disk_that_is_full_stops_nothing(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_stop_the_job(tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
@@ -136,7 +136,7 @@ def test_prometheus_gets_each_metric_with_its_type_once():
     assert text.endswith("\n")
 
 
-def test_metrics_that_do_not_answer_hold_nothing_up(tmp_path):
+def test_a_hanging_metrics_server_does_not_block_the_launcher(tmp_path):
     before = psutil.Process().children()
     with metrics_server(0, tmp_path / "live.json"):
         (child,) = (one for one in psutil.Process().children() if one not in before)
@@ -169,7 +169,7 @@ def shown(run_dir):
     return console.file.getvalue()
 
 
-def test_the_table_has_each_task_and_of_a_job_that_is_over_the_last_of_its_metrics(tmp_path):
+def test_the_table_shows_each_task_and_last_metrics(tmp_path):
     (tmp_path / "live.json").write_text(json.dumps({**STATUS, "step": 25}))
     line = {"step": 100, "loss": 2.5, "val_loss": None, "examples_per_second": None}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
@@ -180,7 +180,7 @@ def test_the_table_has_each_task_and_of_a_job_that_is_over_the_last_of_its_metri
     assert "last epoch: loss 2.5  val_loss not finite\n" in text
 
 
-def test_a_job_of_a_killed_launcher_is_not_shown_as_running(tmp_path):
+def test_a_job_of_a_killed_launcher_is_not_running(tmp_path):
     task = {**STATUS["tasks"][0], "state": "running", "phase": "step"}
     status = {**STATUS, "state": "running", "tasks": [task]}
     (tmp_path / "live.json").write_text(json.dumps(status))
@@ -204,7 +204,7 @@ def test_the_newest_job_is_shown_without_an_argument(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"state": "running", "tasks": 3}'])
-def test_a_directory_of_no_job_is_one_line(tmp_path, text, capsys):
+def test_a_directory_without_a_job_is_one_line(tmp_path, text, capsys):
     if text is not None:
         (tmp_path / "live.json").write_text(text)
     assert top.main([str(tmp_path)]) == 2

@@ -255,14 +255,14 @@ def ended(index, status):
     return Ended(task=WORKERS[index], status=status, at_s=0.0)
 
 
-def test_the_loss_of_a_worker_is_a_view_of_the_others():
+def test_losing_a_worker_shows_a_view_of_the_others():
     state = elastic_job()
     actions = happen(state, ended(1, -9))
     assert ShowView(epoch=2, members=(WORKERS[0], WORKERS[2])) in actions
     assert not state.is_ending
 
 
-def test_a_worker_that_cannot_join_does_not_end_the_job():
+def test_a_worker_that_cannot_join_leaves_the_job_running():
     state = elastic_job(max_restarts=1)
     happen(state, ended(1, -9))
     happen(state, MemberReady(task=WORKERS[1]))
@@ -273,14 +273,14 @@ def test_a_worker_that_cannot_join_does_not_end_the_job():
 
 
 @pytest.mark.parametrize(("index", "status"), [(0, -9), (1, 2)])
-def test_an_early_loss_of_the_chief_and_a_mistake_of_a_member_end_the_attempt(index, status):
+def test_early_chief_losses_and_usage_errors_end_the_attempt(index, status):
     state = elastic_job()
     happen(state, ended(index, status))
     happen(state)
     assert state.is_ending
 
 
-def test_the_chief_is_replaced_only_while_the_others_can_take_over():
+def test_the_chief_is_replaced_only_while_marked_replaceable():
     state = elastic_job(max_restarts=1)
     for worker in WORKERS:
         happen(state, MemberReplaceable(task=worker, is_replaceable=True))
@@ -309,7 +309,7 @@ def test_a_task_that_joins_is_the_last_in_line():
     assert members.admitted(0, 2) == [View(3, (1, 0))]
 
 
-def test_a_job_whose_last_member_with_the_state_dies_ends():
+def test_losing_the_last_member_with_state_ends_the_job():
     members = Membership(expected=2)
     for number in (0, 1):
         members.ready(number)
@@ -322,7 +322,7 @@ def test_a_job_whose_last_member_with_the_state_dies_ends():
     assert isinstance(fence, Fence)
 
 
-def test_a_pupil_gets_another_teacher():
+def test_a_joining_member_gets_another_source():
     members = Membership(expected=3)
     for number in (0, 1, 2):
         members.ready(number)
@@ -331,7 +331,7 @@ def test_a_pupil_gets_another_teacher():
     assert members.lost(0) == [View(3, (1,)), Welcome(2, 1)]
 
 
-def test_the_last_workers_leave_a_job_that_gets_fewer_workers():
+def test_shrinking_a_job_ends_its_last_workers():
     state = elastic_job(max_restarts=1)
     actions = happen(state, Resize(workers=2))
     assert Leave(WORKERS[2]) in actions
@@ -342,7 +342,7 @@ def test_the_last_workers_leave_a_job_that_gets_fewer_workers():
     assert (state.restarts, state.lost, state.is_ending) == ([], [], False)
 
 
-def test_a_worker_that_does_not_leave_is_killed_after_the_grace_period():
+def test_a_leaving_worker_is_killed_after_the_grace_period():
     state = elastic_job()
     happen(state, Resize(workers=2))
     happen(state, Resize(workers=3))
@@ -420,7 +420,7 @@ def test_a_request_for_workers_prints_the_launchers_decision(
     assert says in "".join(capsys.readouterr())
 
 
-def test_a_request_between_two_starts_of_a_job_is_refused():
+def test_a_request_between_two_starts_is_refused():
     selector, ends = selectors.DefaultSelector(), socket.socketpair()
     links = MemberLinks(
         f"test-{os.getpid()}-between",

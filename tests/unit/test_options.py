@@ -122,7 +122,7 @@ def test_flags_are_read_with_dashes_and_the_last_counts(words, values):
         ("-", "command line", "unknown-flag"),
     ],
 )
-def test_a_wrong_flag_is_one_line_without_the_value_of_an_unknown_one(word, where, code):
+def test_a_wrong_flag_is_an_error_without_its_value(word, where, code):
     error = refusal(lambda: read(flags_of(Flags), [word]))
     assert (error.where, error.code) == (where, code)
     assert "hunter2" not in str(error)
@@ -142,7 +142,7 @@ def test_a_wrong_flag_is_one_line_without_the_value_of_an_unknown_one(word, wher
         ("is_on", 1, "is not true or false"),
     ],
 )
-def test_a_value_from_python_is_checked_by_the_same_table(name, value, says):
+def test_values_from_python_use_the_same_table(name, value, says):
     fault = table(Flags)[name].fault(value)
     assert says in fault
     assert bool(fault) == bool(says)

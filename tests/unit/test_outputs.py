@@ -31,7 +31,7 @@ SUMMARY = {
 }
 
 
-def test_the_hash_is_over_little_endian_bytes_in_order_and_then_of_the_optimizer():
+def test_the_hash_covers_weights_in_order_then_the_optimizer():
     kernel = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
     halves = np.ones(2, ml_dtypes.bfloat16)
     weights = [kernel.T, np.array(7, ">i4"), halves]
@@ -90,7 +90,7 @@ def shown(*, step_s: float, steps: int, out: Any = None, first: int = 0, **given
     return out.getvalue()
 
 
-def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_the_last():
+def test_without_a_terminal_progress_appears_every_ten_seconds():
     lines = shown(step_s=1, steps=25).splitlines()
     assert [line.split()[1] for line in lines] == ["1", "11", "21", "25"]
     assert lines[1] == "step 11 of 25 (44 %)  64 examples/s  loss 0.5000  0:14 left"
@@ -108,7 +108,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_each_line_takes_the_place_of_the_last(monkeypatch):
+def test_on_a_terminal_each_line_replaces_the_last(monkeypatch):
     monkeypatch.setenv("COLUMNS", "70")
     first, last = shown(step_s=0.1, steps=3, out=Terminal()).split("\r")
     assert first.startswith("step 1 of 3 (33 %)")

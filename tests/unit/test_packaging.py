@@ -25,7 +25,7 @@ def pins(name: str) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in found}
 
 
-def test_the_lock_has_the_pinned_versions_and_a_hash_of_each_package():
+def test_the_lock_has_pinned_versions_with_hashes():
     lock, constraints = (ROOT / "requirements.lock").read_text(), pins("constraints.txt")
     locked = pins("requirements.lock")
     assert {name: locked.get(name) for name in constraints} == constraints
@@ -47,7 +47,7 @@ def test_every_required_package_is_in_the_lock():
     assert normalized - pins("requirements.lock").keys() == set()
 
 
-def test_the_citation_and_the_changelog_have_the_version_and_its_date():
+def test_the_citation_and_changelog_have_the_version():
     citation = (ROOT / "CITATION.cff").read_text()
     cited = dict(re.findall(r"^(version|date-released): (\S+)$", citation, re.MULTILINE))
     assert cited["version"] == tfdist.__version__
@@ -78,7 +78,7 @@ def test_the_cells_contain_each_pair_of_releases():
         assert len(pairs) == 9
 
 
-def test_the_ranges_and_classifiers_are_those_of_the_receipts():
+def test_version_ranges_and_classifiers_match_the_tested_versions():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     classifiers = setup["metadata"]["classifiers"]

@@ -16,7 +16,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(phases.time, "monotonic", lambda: float(next(times)))
 
 
-def test_the_first_step_is_one_that_this_process_did_and_steps_stay_known(clock):
+def test_the_first_step_belongs_to_this_process(clock):
     phases.enter("step", step=500)  # from a checkpoint
     phases.enter("validate", step=500)
     assert phases.current().first_step_s is None
@@ -27,13 +27,13 @@ def test_the_first_step_is_one_that_this_process_did_and_steps_stay_known(clock)
     assert (phases.current().phase, phases.current().step) == ("save", 520)
 
 
-def test_a_thread_beside_says_that_a_phase_goes_on_and_changes_nothing_else(clock):
+def test_a_thread_only_renews_the_current_phase(clock):
     phases.enter("trace", step=10)
     phases.go_on()
     assert phases.current() == phases.PhaseState(phase="trace", step=10, since_s=101.0)
 
 
-def test_who_is_at_a_sum_says_so_where_it_is_held_up_by_who_is_not():
+def test_a_delayed_sum_is_reported_during_training_phases():
     phases.set_at_sum(True)
     for phase in phases.PHASES:
         phases.enter(phase)
@@ -43,7 +43,7 @@ def test_who_is_at_a_sum_says_so_where_it_is_held_up_by_who_is_not():
     assert phases.reported() == phases.current().phase
 
 
-def test_to_wait_for_all_is_a_phase_of_its_own_where_a_program_may_take_its_time(clock):
+def test_waiting_for_all_is_a_phase_outside_training(clock):
     for phase in phases.PHASES:
         phases.enter(phase)
         with phases.waiting_for_all():
@@ -52,7 +52,7 @@ def test_to_wait_for_all_is_a_phase_of_its_own_where_a_program_may_take_its_time
         assert phases.current().phase == phase
 
 
-def test_after_a_phase_within_another_the_other_goes_on(clock):
+def test_an_outer_phase_continues_after_an_inner_one(clock):
     phases.enter("step", step=10)
     with phases.entered("save"):
         assert phases.current().phase == "save"

@@ -45,7 +45,7 @@ def ends(sockets):
         end.shutdown(socket.SHUT_RDWR)
 
 
-def test_arrays_arrive_as_they_were_sent_in_both_directions_at_once(ends, monkeypatch):
+def test_arrays_arrive_unchanged_in_both_directions_at_once(ends, monkeypatch):
     told = []
     monkeypatch.setattr(phases, "set_at_sum", told.append)
     for end, number in itertools.product(ends, range(4)):
@@ -65,7 +65,7 @@ def test_arrays_arrive_as_they_were_sent_in_both_directions_at_once(ends, monkey
         (lambda end, _: end.send("F2", []), "sent F2, but this stage expects F1"),
     ],
 )
-def test_why_a_neighbour_does_not_go_on_is_said_after_what_it_has_sent(ends, sockets, act, says):
+def test_the_failure_of_a_neighbour_follows_its_data(ends, sockets, act, says):
     near, far = ends
     far.send("F0", [np.zeros(3)])
     near.receive("F0")
@@ -89,7 +89,7 @@ def step_of(kind, stages, micros, *, seconds=1.0, backward=1):
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_each_micro_batch_goes_forward_and_back_once_and_nobody_waits_for_ever(kind):
+def test_each_micro_batch_passes_once_without_deadlock(kind):
     for stages, micros in SHAPES:
         step_of(kind, stages, micros, backward=2)
         for order in orders(kind, stages, micros):
@@ -97,12 +97,12 @@ def test_each_micro_batch_goes_forward_and_back_once_and_nobody_waits_for_ever(k
             assert [one.micro for one in order if not one.forward] == list(range(micros))
 
 
-def test_1f1b_keeps_activations_by_the_stages_and_gpipe_of_all_micro_batches():
+def test_1f1b_keeps_fewer_activations_than_gpipe():
     kept = {kind: list(map(most_kept, orders(kind, 4, 20))) for kind in SCHEDULES}
     assert kept == {"1f1b": [6, 5, 4, 1], "gpipe": [20] * 4, "serial": [1] * 4}
 
 
-def test_the_bubble_of_equal_stages_is_that_of_the_papers():
+def test_the_bubble_of_equal_stages_equals_the_papers():
     for stages, micros in SHAPES:
         expected = pytest.approx((stages - 1) / (micros + stages - 1))
         assert step_of("1f1b", stages, micros).bubble == expected
@@ -130,7 +130,7 @@ def test_no_other_cut_has_a_faster_slowest_stage(stages):
     assert slowest(seconds, balanced(seconds, [1] * 7, stages=stages)) == least
 
 
-def test_the_first_stages_may_have_more_where_the_others_wait_for_them():
+def test_first_stages_may_have_more_work():
     assert balanced([1.0] * 21, [1] * 20, stages=2) in ((9,), (10,))
     assert balanced([1.0] * 21, [1] * 20, stages=2, lead=0.1) == (10,)
     late, early = (
@@ -149,7 +149,5 @@ def test_the_first_stages_may_have_more_where_the_others_wait_for_them():
         ([9.0, 0.1, 5.0], [1, 1], [False, True, True], (1,)),  # each stage has weights to train
     ],
 )
-def test_of_cuts_that_are_as_fast_the_one_that_fewest_bytes_cross(
-    seconds, crossing_bytes, trainable, cut
-):
+def test_equally_fast_cuts_prefer_fewer_crossing_bytes(seconds, crossing_bytes, trainable, cut):
     assert balanced(seconds, crossing_bytes, stages=2, trainable=trainable) == cut

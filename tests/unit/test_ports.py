@@ -74,7 +74,7 @@ def test_a_range_has_both_its_ends():
         assert refusal == ("--ports", "bad-ports")
 
 
-def test_ports_of_a_range_are_taken_in_order_and_those_of_others_skipped():
+def test_ports_of_a_range_are_used_in_order():
     with contextlib.ExitStack() as stack:
         three = [stack.enter_context(port) for port in in_a_row(3)]
         among = [port.port for port in three]
@@ -85,7 +85,7 @@ def test_ports_of_a_range_are_taken_in_order_and_those_of_others_skipped():
         assert refused(lambda: hold_ports(1, among=among)) == ("ports", "no-free-port")
 
 
-def test_a_held_port_is_its_tasks_does_not_answer_and_is_free_once_released():
+def test_a_held_port_is_silent_and_free_once_released():
     (port,) = hold_ports(1)
     # A child that got the port from here does not keep it.
     command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
@@ -102,7 +102,7 @@ def test_a_held_port_is_its_tasks_does_not_answer_and_is_free_once_released():
         child.communicate(timeout=DEADLINE_S)
 
 
-def test_jobs_at_the_same_time_never_get_the_same_port():
+def test_concurrent_jobs_never_get_the_same_port():
     jobs, each = 4, 500  # of 4,536 that are tried first: by chance they would meet
     command = [sys.executable, "-c", HOLD_MANY, str(each)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -122,7 +122,7 @@ def test_a_port_on_which_anyone_listens_is_not_free(host):
         assert is_port_free(port.address)
 
 
-def test_a_port_is_free_again_while_an_old_connection_fades():
+def test_a_port_is_free_while_an_old_connection_fades():
     (port,) = hold_ports(1)
     with listening(port, "127.0.0.1") as server:
         port.release()
@@ -144,7 +144,7 @@ def test_outgoing_connections_never_get_the_preferred_ports():
     assert set(preferred[4_536:]) == set(range(20_000, 30_000))
 
 
-def test_the_system_chooses_where_all_ports_are_ephemeral(monkeypatch, tmp_path):
+def test_the_system_chooses_if_all_ports_are_ephemeral(monkeypatch, tmp_path):
     where = tmp_path / "range"
     monkeypatch.setattr(ports, "_RANGE_FILE", where)
     for text in (None, "", "many few"):
@@ -199,7 +199,7 @@ def as_tensorflow(port):
 @pytest.mark.parametrize(
     ("peer", "is_closed"), [("127.0.0.1:9", True), ("[::1]:9", True), ("other:9", False)]
 )
-def test_a_server_is_closed_to_other_machines_if_the_job_is_on_one(peer, is_closed):
+def test_a_local_job_closes_its_server_to_other_machines(peer, is_closed):
     with hold_ports(1)[0] as port:
         cluster = ClusterSpec(worker=(port.address, peer))
         with local_only.restricting_server(TaskConfig(cluster=cluster, task=Task("worker", 0))):
@@ -211,7 +211,7 @@ def test_a_server_is_closed_to_other_machines_if_the_job_is_on_one(peer, is_clos
     assert "TF_GRPC_REUSE_PORT" not in os.environ
 
 
-def test_a_port_in_use_is_left_to_the_server_to_report():
+def test_the_server_reports_a_port_in_use():
     with hold_ports(1)[0] as port, as_tensorflow(port.port):
         config = TaskConfig(cluster=ClusterSpec(worker=(port.address,)), task=Task("worker", 0))
         with local_only.restricting_server(config), pytest.raises(OSError, match="in use"):
@@ -219,7 +219,7 @@ def test_a_port_in_use_is_left_to_the_server_to_report():
 
 
 @pytest.mark.parametrize("only_local", [True, False])
-def test_a_listener_of_ours_is_closed_to_other_machines_on_request(only_local):
+def test_a_listener_can_be_closed_to_other_machines(only_local):
     with local_only.listen(0, only_local=only_local) as listener:
         assert is_filtered(listener) is only_local
         socket.create_connection(
@@ -235,7 +235,7 @@ def test_a_listener_of_ours_is_closed_to_other_machines_on_request(only_local):
         (["lo", "eth0"], False, "ports 21, 22.*every machine of the network.*--isolate"),
     ],
 )
-def test_the_launcher_says_who_reaches_the_ports(monkeypatch, interfaces, filters, says):
+def test_the_launcher_reports_the_reach_of_its_ports(monkeypatch, interfaces, filters, says):
     monkeypatch.setattr(isolation, "kernel_filters", lambda: filters)
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(interfaces, 1)))
     monkeypatch.setattr(isolation, "_flags", lambda control, name: isolation._IFF_UP)

@@ -35,7 +35,7 @@ def test_a_signal_is_heard_and_answered_by_stopped(signum):
         raise stopped  # or the signal would come again
 
 
-def test_a_second_signal_ends_the_process_at_once_but_a_repetition_is_the_same_one():
+def test_a_second_signal_ends_the_process_unless_repeated():
     times, codes = iter([0.0, 0.05, 5.0]), queue.SimpleQueue[int]()
     with (
         contextlib.suppress(Stopped),
@@ -51,7 +51,7 @@ def test_a_second_signal_ends_the_process_at_once_but_a_repetition_is_the_same_o
     assert codes.empty()
 
 
-def test_a_task_that_stops_for_another_takes_its_first_own_signal_as_the_same_request():
+def test_the_first_signal_after_a_remote_stop_is_ignored():
     heard: list[int] = []
     before = {s: signal.signal(s, lambda signum, _: heard.append(signum)) for s in SIGNALS}
     try:
@@ -73,7 +73,7 @@ def test_a_task_that_stops_for_another_takes_its_first_own_signal_as_the_same_re
             signal.signal(signum, handler)
 
 
-def test_a_signal_that_nobody_answered_goes_to_the_handler_of_before():
+def test_an_unanswered_signal_reaches_the_earlier_handler():
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda signum, _: heard.append(signum))
     try:
@@ -108,7 +108,7 @@ def test_handlers_and_the_wakeup_descriptor_are_given_back():
         os.close(write_fd)
 
 
-def test_what_the_program_was_started_to_ignore_stays_ignored():
+def test_a_signal_ignored_at_the_start_stays_ignored():
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         with StopRequests() as requests:
@@ -177,6 +177,6 @@ def test_in_a_program(program, code, said):
     assert re.fullmatch(said, done.stderr), done.stderr
 
 
-def test_it_is_whole_after_a_journey_between_processes():
+def test_a_stopped_exception_survives_pickling():
     stopped = pickle.loads(pickle.dumps(Stopped(signal.SIGUSR1, "stopped at step 3")))
     assert (stopped.signum, stopped.exit_code, str(stopped)) == (10, 143, "stopped at step 3")

@@ -76,7 +76,7 @@ def jobs(monkeypatch, tmp_path):
     return started, interrupted
 
 
-def test_a_strategy_that_fails_is_a_row_and_the_others_are_measured(jobs, capsys, tmp_path):
+def test_a_failing_strategy_is_a_row_among_the_others(jobs, capsys, tmp_path):
     flags = "--probe --workers 3 --ps 2 --max_restarts 4 --threads_per_task 1 --min_workers 2"
     options = parse([*flags.split(), "train.py", "--lr", "1"])
     assert probe.run_probe(options, environ=dict(os.environ)) == 0

@@ -25,7 +25,7 @@ def test_the_overview_names_every_program_and_loads_none(words, capsys):
 
 
 @pytest.mark.parametrize("words", ["--help", "train --helpfull"])
-def test_who_reads_no_further_is_no_error(words):
+def test_a_closed_output_is_no_error(words):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "tfdist", *words.split()]
@@ -35,14 +35,14 @@ def test_who_reads_no_further_is_no_error(words):
 
 
 @pytest.mark.parametrize("name", programs.PROGRAMS)
-def test_every_program_tells_its_flags(name):
+def test_every_program_lists_its_flags(name):
     done = python("-m", "tfdist", name, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"python -m tfdist.{name}" in done.stdout
     assert len(done.stdout.splitlines()) > 4
 
 
-def test_a_users_file_with_the_name_of_a_module_of_python_is_not_imported(tmp_path):
+def test_user_files_named_like_python_modules_are_not_imported(tmp_path):
     for module in ("secrets", "random", "logging", "difflib", "pathlib"):
         (tmp_path / f"{module}.py").write_text("raise SystemExit('a file of the user')")
     for name in ("launch", "tune", "report"):
@@ -50,7 +50,7 @@ def test_a_users_file_with_the_name_of_a_module_of_python_is_not_imported(tmp_pa
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_names_no_program_is_the_launchers(tmp_path, monkeypatch, capsys):
+def test_unknown_program_names_belong_to_the_launcher(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text("print('here')")
     (tmp_path / "trains").write_text("print('here')")
@@ -93,7 +93,7 @@ def test_a_training_refuses_flags_and_variables_without_tensorflow(flags, variab
 # tfdist env and tfdist demo
 
 
-def test_the_report_has_versions_the_machine_and_the_variables_that_matter():
+def test_the_report_has_versions_machine_and_relevant_variables():
     told = dict(env.report({"TF_CONFIG": '{"task": {}}', "TFDIST_PS": "", "HOME": "/home/me"}))
     assert told["tfdist"] == tfdist.__version__
     assert {"python", "tensorflow", "keras", "numpy", "protobuf", "system"} <= set(told)
@@ -102,7 +102,7 @@ def test_the_report_has_versions_the_machine_and_the_variables_that_matter():
     assert "HOME" not in told
 
 
-def test_the_report_shows_the_name_of_a_secret_alone():
+def test_the_report_shows_only_the_name_of_secrets():
     secrets = {
         "TFDIST_API_TOKEN": "hunter2",
         "https_proxy": "http://me:hunter2@proxy:80",
@@ -133,7 +133,7 @@ def test_the_shape_of_the_demo_may_be_given(flags, shape):
     assert job.program.target == "tfdist.train"
 
 
-def test_the_demo_without_its_data_says_what_to_install(monkeypatch, capsys):
+def test_the_demo_without_data_names_the_missing_package(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert demo.main([]) == 2
     assert "pip install 'tfdist[digits]'" in capsys.readouterr().err
@@ -192,7 +192,7 @@ for extra, program, words in (
 """
 
 
-def test_tfdist_works_without_the_extras_and_names_the_missing_one(tmp_path):
+def test_tfdist_works_without_extras_and_names_missing_ones(tmp_path):
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
     (tmp_path / "program.py").write_text(WITHOUT_EXTRAS)
     done = python(tmp_path / "program.py", cwd=tmp_path, env={**environ, "PYTHONPATH": os.getcwd()})
@@ -210,13 +210,13 @@ def test_tfdist_works_without_the_extras_and_names_the_missing_one(tmp_path):
 # Public names
 
 
-def test_a_name_that_is_close_is_hinted_at():
+def test_a_similar_name_is_suggested():
     with pytest.raises(AttributeError, match=r"no attribute 'brodcast' \(did you mean 'broad"):
         tfdist.brodcast  # noqa: B018
     assert not hasattr(tfdist, "nothing_like_it")
 
 
-def test_every_public_name_is_found_where_its_type_is():
+def test_every_public_name_is_found_beside_its_type():
     """mypy reads the imports for types; what is found on first use is the same."""
     assert set(tfdist.__all__) <= set(dir(tfdist))
     tree = ast.parse(Path(tfdist.__file__).read_text())

@@ -40,7 +40,7 @@ def unit(steps, bound):
         ([5], 1, 5, True),
     ],
 )
-def test_what_may_begin_beside_others(under_way, steps, bound, admitted):
+def test_a_unit_may_start_beside_others_within_the_bound(under_way, steps, bound, admitted):
     units = [unit(length, bound) for length in under_way]
     for number, one in enumerate(units):
         one.begin_beside(units[:number])
@@ -49,7 +49,7 @@ def test_what_may_begin_beside_others(under_way, steps, bound, admitted):
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 5, 16])
 @pytest.mark.parametrize("workers", [1, 3, 8])
-def test_no_step_sees_more_than_the_bound_whatever_the_speeds(bound, workers):
+def test_no_step_exceeds_the_staleness_bound(bound, workers):
     draw = random.Random(100 * bound + workers)
     each = steps_of_a_unit(most=32, workers=workers, max_staleness=bound)
     left, most = {}, 0
@@ -71,13 +71,13 @@ def test_no_step_sees_more_than_the_bound_whatever_the_speeds(bound, workers):
     assert most == min(workers, bound + 1)
 
 
-def test_units_are_as_long_as_the_bound_leaves_room_for():
+def test_the_bound_limits_the_length_of_units():
     bounds = [(3, None), (1, 0), (3, 0), (3, 1), (3, 8), (2, 100)]
     found = [steps_of_a_unit(most=32, workers=n, max_staleness=bound) for n, bound in bounds]
     assert found == [32, 32, 32, 1, 2, 32]
 
 
-def test_the_account_counts_each_step_once_and_names_what_was_begun_again():
+def test_the_account_counts_steps_once_and_names_repetitions():
     account = Account()
     account.done(0, 3, times=1, staleness=[0, 2, 0])
     account.done(3, 5, times=2, staleness=[1, 0])

@@ -86,7 +86,7 @@ def write_lines(file, lines):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_run_with_a_restart_shows_its_failure_attempts_and_curves():
+def test_a_restarted_run_shows_its_failure_attempts_and_curves():
     page = page_of(RUNS / "multiworker")
     for text in (
         *("worker-1 at step 225, attempt 1", "killed by SIGKILL, not by the launcher"),
@@ -110,7 +110,7 @@ def test_an_elastic_run_shows_its_members_from_each_step(run_dir):
     assert "from step 0worker-0, worker-1from step 1,225worker-1" in text
 
 
-def test_a_ps_run_shows_its_staleness_and_who_did_the_steps():
+def test_a_ps_run_shows_its_staleness_and_worker_steps():
     page = page_of(RUNS / "ps")
     assert "Steps by worker" in page.text
     counts = json.loads((RUNS / "ps" / "summary.json").read_text())["staleness"]
@@ -119,13 +119,13 @@ def test_a_ps_run_shows_its_staleness_and_who_did_the_steps():
     assert any(re.fullmatch(r"worker-1: .* examples/s on average", tip) for tip in page.tips)
 
 
-def test_a_ps_run_that_was_resumed_after_its_last_step_is_shown(tmp_path):
+def test_a_ps_run_resumed_after_its_end_is_shown(tmp_path):
     run_dir = Path(shutil.copytree(RUNS / "ps", tmp_path / "run"))
     change(run_dir / "summary.json", worker_steps={"worker-0": 0}, staleness={})
     assert "worker-0: 0 steps, 0.0 %" in "\n".join(page_of(run_dir).tips)
 
 
-def test_the_last_value_of_a_metric_is_that_of_the_last_line(run_dir):
+def test_the_last_metric_comes_from_the_last_line(run_dir):
     lines = [
         {"step": 1, "loss": 2.5, "val_loss": 3.5, "accuracy": 0.5, "hits": None},
         {"step": 2, "loss": 1.25, "val_loss": None, "accuracy": 0.0, "hits": None},
@@ -146,20 +146,20 @@ def test_the_last_value_of_a_metric_is_that_of_the_last_line(run_dir):
         (None, "failed (exit code 1)"),
     ],
 )
-def test_a_run_that_was_finished_without_the_launcher_is_done(run_dir, ended_at, status):
+def test_a_run_finished_without_the_launcher_is_done(run_dir, ended_at, status):
     change(run_dir / "report.json", exit_code=1)
     change(run_dir / "summary.json", ended_at=ended_at)
     assert read_run(run_dir).status == status
 
 
-def test_runs_side_by_side_show_what_differs_and_curves_over_each_other():
+def test_compared_runs_show_differences_and_common_curves():
     page = Page(render([read_run(RUNS / "multiworker"), read_run(RUNS / "ps")]))
     for text in ("Side by side", "Fields that differ", "checkpoints2012"):
         assert text in page.text.replace("s 2", "s2")
     assert {"#run-0", "#run-1"} <= {*page.links}
 
 
-def test_a_sweep_shows_all_trials_and_its_directory_of_trials_shows_the_runs(tmp_path):
+def test_a_sweep_shows_trials_and_its_trials_show_runs(tmp_path):
     sweep = Path(shutil.copytree(RUNS / "sweep", tmp_path / "sweep"))
     shutil.copytree(RUNS / "multiworker", sweep / "trials" / "5")
     assert program.main([str(sweep)]) == 0
@@ -168,7 +168,7 @@ def test_a_sweep_shows_all_trials_and_its_directory_of_trials_shows_the_runs(tmp
     assert "worker-1 at step 225, attempt 1" in (sweep / "trials" / "report.html").read_text()
 
 
-def test_a_sweep_goes_on_while_its_chief_has_the_lock(tmp_path):
+def test_a_sweep_runs_while_its_chief_holds_the_lock(tmp_path):
     lines = (RUNS / "sweep" / "journal.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "journal.jsonl").write_text("".join(lines[:-1]))
     with FileLock(tmp_path / LOCK).acquire():
@@ -178,7 +178,7 @@ def test_a_sweep_goes_on_while_its_chief_has_the_lock(tmp_path):
     assert "0trials completed" in Page(render([], [read_sweep(tmp_path)])).text
 
 
-def test_the_page_loads_nothing():
+def test_the_page_loads_no_other_files():
     html = render([read_run(RUNS / "multiworker")], [read_sweep(RUNS / "sweep")])
     assert [link for link in Page(html).links if not link.startswith(("#", "data:"))] == []
     assert "default-src 'none'" in html
@@ -189,7 +189,7 @@ def test_the_page_loads_nothing():
     assert f"script-src 'sha256-{digest}'" in html
 
 
-def test_what_a_task_has_printed_stays_text(run_dir):
+def test_output_of_a_task_stays_plain_text(run_dir):
     report = json.loads((run_dir / "report.json").read_text())
     report["attempts"][0]["first_failure"]["cause"] = "<script>alert(1)</script>"
     report["job"]["command"] = '"><img src=x>'
@@ -199,7 +199,7 @@ def test_what_a_task_has_printed_stays_text(run_dir):
     assert "<script>alert(1)</script>" in page.text
 
 
-def test_a_run_whose_launcher_was_killed_is_shown_up_to_its_last_word(run_dir):
+def test_a_run_of_a_killed_launcher_is_shown(run_dir):
     report = change(run_dir / "report.json", exit_code=None)
     change(run_dir / "report.json", attempts=report["attempts"][:1])
     change(run_dir / "live.json", state="running")
@@ -210,7 +210,7 @@ def test_a_run_whose_launcher_was_killed_is_shown_up_to_its_last_word(run_dir):
     assert "no end seen" in str(Page(render([run])).tips)
 
 
-def test_a_run_that_is_going_is_told_by_its_lock(run_dir):
+def test_a_locked_run_is_shown_as_running(run_dir):
     with FileLock(run_dir / "logs" / ".lock").acquire():
         assert 'data-state="going"' in render([read_run(run_dir)], is_followed=True)
     assert read_run(run_dir).status == "done"
@@ -219,7 +219,7 @@ def test_a_run_that_is_going_is_told_by_its_lock(run_dir):
 @pytest.mark.parametrize(
     "kept", [["metrics.jsonl", "config.json"], ["report.json"], ["metrics.jsonl"]]
 )
-def test_a_run_of_which_only_a_part_is_there_is_shown(run_dir, kept):
+def test_an_incomplete_run_is_shown(run_dir, kept):
     for path in run_dir.iterdir():
         if path.name not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -236,12 +236,12 @@ def test_a_run_of_which_only_a_part_is_there_is_shown(run_dir, kept):
         ("logs/attempt-1/history.json", "{}", "not-a-run"),
     ],
 )
-def test_what_is_half_written_is_refused(run_dir, file, text, code):
+def test_half_written_files_are_refused(run_dir, file, text, code):
     (run_dir / file).write_text(text)
     assert refusal(lambda: read_run(run_dir)).code == code
 
 
-def test_the_directory_of_another_program_a_file_and_nothing_are_refused(tmp_path):
+def test_directories_of_other_programs_are_refused(tmp_path):
     for file in ("config.json", "summary.json", "report.json", "live.json"):
         (tmp_path / file).write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
         for path in (tmp_path, tmp_path / file, tmp_path / "none"):
@@ -277,7 +277,7 @@ def spoilt(content: Any, path: tuple[Any, ...], value: Any) -> Any:
         *(("ps", "logs/attempt-1/history.json"), ("sweep", "journal.jsonl")),
     ],
 )
-def test_whatever_stands_in_a_file_it_is_a_page_or_one_line(name, file, tmp_path, capsys):
+def test_any_file_content_gives_a_page_or_one_line(name, file, tmp_path, capsys):
     run_dir = Path(shutil.copytree(RUNS / name, tmp_path / "run"))
     is_lines = file.endswith(".jsonl")
     text = (run_dir / file).read_text()
@@ -329,7 +329,7 @@ def test_without_an_argument_the_newest_run_is_shown(several, capsys):
     assert capsys.readouterr().err.startswith("tfdist.report: RUN_DIR: runs/ has no run. Fix: ")
 
 
-def test_a_directory_of_runs_shows_the_runs_in_it_by_the_parts_that_differ(several, capsys):
+def test_a_directory_of_runs_shows_its_runs(several, capsys):
     assert program.main(["runs/a", "runs/b/job"]) == 0
     page = Page(Path("report.html").read_text())
     assert "2 runs" in page.text
@@ -354,11 +354,11 @@ def test_a_directory_of_runs_shows_the_runs_in_it_by_the_parts_that_differ(sever
         (["/"], ["/"]),
     ],
 )
-def test_runs_are_named_by_the_parts_of_their_paths_that_differ(paths, names):
+def test_runs_are_named_by_differing_path_parts(paths, names):
     assert names_of([Path(path) for path in paths]) == names
 
 
-def test_the_served_page_is_made_anew_and_only_for_this_machine():
+def test_the_served_page_is_fresh_and_local():
     pages = iter(["page 1", "page 2"])
     listener = listen(0, flag="--port")
     server = make_server(listener, lambda: next(pages), path="/", content_type="text/html")
@@ -378,7 +378,7 @@ def test_the_served_page_is_made_anew_and_only_for_this_machine():
         thread.join()
 
 
-def test_rates_are_between_stretches_with_a_step_after_the_one_that_it_resumed_from():
+def test_rates_compare_stretches_after_the_resumed_step():
     history = TaskHistory(
         begin=0.0,
         width_s=2.0,
@@ -402,7 +402,7 @@ def test_a_night_between_two_attempts_is_left_out():
     assert "Gaps between attempts are left out: 8 h 00 min." in Page(render([run])).text
 
 
-def test_a_line_breaks_where_nothing_is_known_and_an_empty_one_is_no_chart():
+def test_lines_break_at_gaps_and_empty_ones_are_omitted():
     gap = Series(name="a", points=[(0, 1), (1, 2), (1, float("nan")), (2, 3), (3, 4)])
     assert chart("x", [gap], x_label="s").count("<polyline") == 2
     assert chart("x", [Series(name="a", points=[])], x_label="s") == ""

@@ -66,13 +66,13 @@ def by(number):
         ),
     ],
 )
-def test_a_failure_is_worth_another_start_unless_it_would_be_the_same(past, now, restart, reason):
+def test_a_failure_restarts_unless_it_would_repeat(past, now, restart, reason):
     verdict = policy(*past).verdict(now)
     assert verdict.restart is restart
     assert reason in verdict.reason
 
 
-def test_one_restart_is_said_to_be_used_up_and_without_any_nothing_is():
+def test_a_used_up_restart_is_reported():
     verdict = policy(failure(step=1), max_restarts=1).verdict(failure(step=2))
     assert (verdict.restart, verdict.reason) == (False, "used the only restart within 3600 s")
     verdict = policy(max_restarts=0).verdict(failure())
@@ -80,7 +80,7 @@ def test_one_restart_is_said_to_be_used_up_and_without_any_nothing_is():
 
 
 @pytest.mark.parametrize("step", [None, 40])
-def test_workers_that_are_started_again_alone_each_have_a_last_failure(step):
+def test_each_restarted_worker_has_its_own_last_failure(step):
     raised, of_other = (failure(step=step, task=task, exit_code=1) for task in (W0, W1))
     assert policy(raised).verdict(of_other, alone=True).restart
     assert not policy(raised, of_other).verdict(raised, alone=True).restart

@@ -126,7 +126,7 @@ def test_parts_of_a_sum_gathered_are_the_sum(size):
             assert size > 2 or whole.tobytes() == total.tobytes()
 
 
-def test_sums_of_one_shape_in_two_places_are_not_mixed():
+def test_equal_shapes_in_two_places_are_not_mixed():
     one, other = ring_of(2)
     message, _ = at_once(
         lambda ring, of: failure_of(ring, np.ones(3), of=of),
@@ -144,7 +144,7 @@ def test_sums_of_one_shape_in_two_places_are_not_mixed():
     assert told.value.problem == f"worker-1 runs {theirs}, but worker-0 runs {mine}"
 
 
-def test_a_part_of_a_sum_is_not_taken_for_a_sum():
+def test_a_reduce_scatter_does_not_match_a_sum():
     def sums_or_scatters(ring, name):
         with pytest.raises(ConnectionError, match="but this worker runs"):
             getattr(ring, name)(np.ones(4), of="a step")
@@ -152,7 +152,7 @@ def test_a_part_of_a_sum_is_not_taken_for_a_sum():
     at_once(sums_or_scatters, ring_of(2), ("sum", "reduce_scatter"))
 
 
-def test_a_worker_that_ends_is_named_and_whoever_fails_leaves_so_that_all_hear_of_it():
+def test_an_ended_worker_is_named_to_all_workers():
     rings = ring_of(4)
     rings[1].close()
     first, second = at_once(lambda ring: failure_of(ring, np.ones(10**6)), rings[2:])
@@ -170,7 +170,7 @@ def test_a_worker_that_ends_within_a_sum_is_named():
         assert failed.result(DEADLINE_S).startswith("lost worker-1")
 
 
-def test_a_worker_that_stops_tells_the_next_one_why(monkeypatch):
+def test_a_stopping_worker_sends_its_reason(monkeypatch):
     one, other = ring_of(2)
     stop, fail = one.stop, lambda _: failure_of(other, np.ones(3), of="a step")
     at, failed = at_once(lambda call, word: call(word), (stop, fail), ("no more", ""))
@@ -196,7 +196,7 @@ def test_an_interrupted_sum_is_the_last_one(monkeypatch):
     assert failure_of(one, np.ones(1)) == "a sum of this worker was interrupted: KeyboardInterrupt"
 
 
-def test_two_threads_of_a_worker_do_not_mix_their_sums():
+def test_threads_of_a_worker_do_not_mix_sums():
     one, other = ring_of(2)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(one.sum, np.ones(3))
@@ -209,7 +209,7 @@ def test_two_threads_of_a_worker_do_not_mix_their_sums():
         assert (first.result(DEADLINE_S)[0] == 2).all()
 
 
-def test_a_process_forked_from_a_worker_does_not_stay_in_its_place():
+def test_a_forked_process_does_not_keep_the_connection():
     one, other = ring_of(2)
     asleep, awake = os.pipe()
     child = os.fork()
@@ -235,7 +235,7 @@ def test_a_process_forked_from_a_worker_does_not_stay_in_its_place():
         (tf.errors.InvalidArgumentError, "bad input", tf.errors.InvalidArgumentError),
     ],
 )
-def test_only_what_comes_of_a_lost_peer_is_called_so(kind, text, raised):
+def test_only_errors_from_a_lost_peer_name_it(kind, text, raised):
     ring = types.SimpleNamespace(lost="lost worker-1: reset", differs=None, stopped="")
     with pytest.raises(raised), naming_lost_peer(types.SimpleNamespace(ring=ring, name="w")):
         raise kind(None, None, text)
@@ -342,7 +342,7 @@ def test_workers_find_their_neighbours(request, on_one_machine, size):
                 assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
 
-def test_a_port_of_a_given_range_is_taken_or_none():
+def test_the_ring_binds_a_port_of_the_given_range():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert ring_module._listen_for_others(range(port, port + 1)) is None
@@ -373,7 +373,7 @@ def test_unauthenticated_peers_are_not_let_in(apart, said, count):
         stranger.close()
 
 
-def test_a_client_is_closed_that_does_not_say_who_it_is_and_heard_piece_by_piece(monkeypatch):
+def test_a_client_without_a_hello_is_disconnected(monkeypatch):
     monkeypatch.setattr(ring_module, "_HELLO_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         deadline_s = time.monotonic() + DEADLINE_S
@@ -387,7 +387,7 @@ def test_a_client_is_closed_that_does_not_say_who_it_is_and_heard_piece_by_piece
             found.result(DEADLINE_S)[b"hello"].close()
 
 
-def test_where_one_cannot_be_reached_all_do_without(apart, caplog):
+def test_an_unreachable_worker_disables_the_ring_for_all(apart, caplog):
     (closed,) = hold_ports(1)
 
     def firewall(table):
@@ -400,7 +400,7 @@ def test_where_one_cannot_be_reached_all_do_without(apart, caplog):
     assert f"worker-0 cannot connect to worker-1 at {closed.address}" in caplog.text
 
 
-def test_a_worker_says_that_it_is_at_a_sum_until_it_is_made(monkeypatch):
+def test_a_worker_at_a_sum_reports_the_sum_phase(monkeypatch):
     monkeypatch.setattr(phases, "_state", phases.PhaseState(phase="step", step=7))
     one, other = ring_of(2)
     with ThreadPoolExecutor(1) as pool:

@@ -42,7 +42,7 @@ def test_another_runs_directory_is_refused_with_the_difference(directory, change
     assert directory.read_config() == CONFIG
 
 
-def test_a_claim_is_withdrawn_without_a_trace_of_its_own(directory):
+def test_a_withdrawn_claim_leaves_no_trace(directory):
     directory.claim(CONFIG)
     directory.withdraw()
     assert not directory.path.exists()
@@ -53,7 +53,7 @@ def test_a_claim_is_withdrawn_without_a_trace_of_its_own(directory):
     assert directory.claim({"seed": 9}) is Claim.NEW
 
 
-def test_keys_that_are_free_may_differ_and_tuples_are_lists(directory):
+def test_free_keys_may_differ_and_tuples_equal_lists(directory):
     directory.claim({**CONFIG, "mean": (0.5, 0.25)})
     assert directory.claim({**CONFIG, "mean": (0.5, 0.25)}) is Claim.RESUMED
     other = {"mean": (0.5, 0.25), "seed": None, "augmentation": {"random_flip": True}}
@@ -62,12 +62,12 @@ def test_keys_that_are_free_may_differ_and_tuples_are_lists(directory):
     assert directory.read_config() == {**CONFIG, "mean": [0.5, 0.25]}
 
 
-def test_a_run_of_an_earlier_version_goes_on_without_a_field_that_was_removed(directory):
+def test_a_run_with_a_removed_field_continues(directory):
     directory.claim({**CONFIG, "ledger": "full", "tracker": "none"})
     assert directory.claim(CONFIG) is Claim.RESUMED
 
 
-def test_overwrite_moves_the_old_run_aside_and_leaves_the_launchers_files(directory):
+def test_overwrite_moves_the_old_run_but_not_launcher_files(directory):
     for number in (1, 2):
         (directory.path / "logs").mkdir(parents=True, exist_ok=True)
         (directory.path / ".partial-live.json").touch()
@@ -104,7 +104,7 @@ def test_metrics_are_strict_json_lines_on_the_disk(directory, monkeypatch):
     assert strict == {"step": 10, "loss": None, "confusion": confusion}
 
 
-def test_a_line_cut_short_is_left_out_and_gone_after_the_resume(directory):
+def test_a_truncated_line_is_dropped_on_resume(directory):
     directory.claim(CONFIG)
     assert directory.read_metrics() == []
     directory.drop_metrics_from(1)
@@ -136,7 +136,7 @@ def test_a_summary_is_whole_or_the_old_one(directory, monkeypatch):
     assert sorted(os.listdir(directory.path)) == ["config.json", "summary.json"]
 
 
-def test_a_file_in_the_way_and_a_config_that_is_not_json_are_one_line(tmp_path):
+def test_an_unusable_directory_or_config_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TfdistError, match="Not a directory"):
         RunDirectory(tmp_path / "file" / "run").claim(CONFIG)
@@ -144,7 +144,7 @@ def test_a_file_in_the_way_and_a_config_that_is_not_json_are_one_line(tmp_path):
     assert refusal(lambda: RunDirectory(tmp_path).claim(CONFIG)).code == "not-json"
 
 
-def test_the_files_of_an_evaluator_go_where_the_checkpoints_go(tmp_path):
+def test_files_of_an_evaluator_follow_the_checkpoints(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     files = Evaluations(folder)
@@ -173,7 +173,7 @@ def fifo(path, victim):
 
 
 @pytest.mark.parametrize("plant", [link, fifo])
-def test_links_and_fifos_in_a_run_of_a_stranger_are_neither_read_nor_written(directory, plant):
+def test_foreign_links_and_fifos_are_not_opened(directory, plant):
     """A FIFO would be waited for, and a link could lead to any file of this user."""
     directory.checkpoints.mkdir(parents=True)
     evaluations = Evaluations(directory.checkpoints)
@@ -192,7 +192,7 @@ def test_links_and_fifos_in_a_run_of_a_stranger_are_neither_read_nor_written(dir
     assert victim.read_text() == '{"step": 1}\n'
 
 
-def test_odd_values_in_the_lines_of_an_evaluator_are_left_out(tmp_path):
+def test_odd_values_in_evaluator_lines_are_ignored(tmp_path):
     files = Evaluations(tmp_path)
     lines = ['{"step": "1"}', '{"step": 1, "checkpoint": []}', "{}", '{"step": 2}', "[" * 10**5]
     files.metrics_file.write_text("".join(f"{line}\n" for line in lines))
@@ -222,7 +222,7 @@ def resumed(*words, **environ):
     return continued_run(parse([*words]), environ)
 
 
-def test_resume_continues_the_newest_unfinished_run_of_the_same_command(tmp_path, monkeypatch):
+def test_resume_continues_the_newest_unfinished_run_of_a_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ["--workers=2", "t.py", "--lr", "0.1"]
     assert refusal(lambda: resumed("--resume", *command)).code == "no-run"
@@ -248,7 +248,7 @@ def test_resume_continues_the_newest_unfinished_run_of_the_same_command(tmp_path
     assert refusal(lambda: resumed("--resume", "--run_dir=x", *command)).code == "exclusive"
 
 
-def test_a_job_that_slurm_has_requeued_continues_its_own_run(tmp_path, monkeypatch):
+def test_a_job_requeued_by_slurm_continues_its_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = left("slurm-7-ab12", ["t.py"], code=0)
     left("slurm-77-ab12", ["t.py"], code=1, at=9)

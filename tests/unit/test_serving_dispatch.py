@@ -56,13 +56,13 @@ class Bench:
             self.dispatcher.received(id, done)
 
 
-def test_requests_go_to_the_replica_that_has_the_fewest():
+def test_requests_are_sent_to_the_least_busy_replica():
     bench = Bench(1, 2)
     bench.ask(b"a", b"b", b"c", b"d")
     assert bench.has(1, 2) == [[b"a", b"c"], [b"b", b"d"]]
 
 
-def test_a_request_holds_its_memory_until_no_replica_and_no_queue_has_it():
+def test_a_request_holds_its_memory_until_it_is_done():
     bench = Bench(1, window=1, requests=1)
     sent = bench.ask(b"1")
     waiting = bench.ask(b"22")
@@ -76,7 +76,7 @@ def test_a_request_holds_its_memory_until_no_replica_and_no_queue_has_it():
     assert bench.room.left_bytes == 7
 
 
-def test_memory_is_given_to_those_that_wait_for_it(monkeypatch):
+def test_freed_memory_is_given_to_waiting_requests(monkeypatch):
     monkeypatch.setattr(dispatch, "_ROOM_S", 0.01)
 
     async def run() -> None:
@@ -102,7 +102,7 @@ def test_memory_is_given_to_those_that_wait_for_it(monkeypatch):
     asyncio.run(run())
 
 
-def test_what_is_tried_again_has_a_replica_for_itself_and_the_others_work():
+def test_a_retried_request_has_a_replica_for_itself():
     bench = Bench(1, 2, 3)
     bench.ask(b"a", b"b", b"c", b"d")
     bench.dispatcher.lost(1)  # with a and d
@@ -116,7 +116,7 @@ def test_what_is_tried_again_has_a_replica_for_itself_and_the_others_work():
     assert bench.has(2) == [[b"g"]]
 
 
-def test_a_request_on_which_two_replicas_die_is_not_sent_to_a_third():
+def test_a_request_that_kills_two_replicas_is_rejected():
     bench = Bench(1, 2, 3)
     bench.ask(b"a")
     bench.dispatcher.lost(1)
@@ -125,7 +125,7 @@ def test_a_request_on_which_two_replicas_die_is_not_sent_to_a_third():
     assert str(bench.outcomes[b"a"]) == "2 replicas exited while computing this request"
 
 
-def test_a_request_whose_client_or_deadline_has_gone_is_not_sent():
+def test_expired_and_abandoned_requests_are_not_sent():
     bench = Bench(window=1)
     bench.ask(b"gone").abandoned = True
     bench.ask(b"a", b"b", deadline=5.0)
@@ -141,7 +141,7 @@ def test_a_request_whose_client_or_deadline_has_gone_is_not_sent():
     assert bench.has(1) == [[b"c"]]
 
 
-def test_a_replica_hangs_that_has_requests_and_answers_none_for_too_long():
+def test_a_replica_without_answers_for_too_long_hangs():
     bench = Bench(1, 2, hang_s=10.0)
     bench.ask(b"a", b"b", b"c")
     bench.now = 9.0
@@ -152,7 +152,7 @@ def test_a_replica_hangs_that_has_requests_and_answers_none_for_too_long():
     assert bench.dispatcher.hanging() == [1]
 
 
-def test_what_waits_when_a_version_is_replaced_is_answered_by_the_new_one():
+def test_a_new_version_answers_the_waiting_requests():
     """A request for the old version alone gets an error if no replica has it yet."""
     bench = Bench(1, window=1)
     bench.ask(b"a", b"b")
@@ -168,7 +168,7 @@ def test_what_waits_when_a_version_is_replaced_is_answered_by_the_new_one():
     assert bench.outcomes == {b"a": b"re:a", b"b": b"re:b"}
 
 
-def test_a_replica_that_drains_before_it_is_connected_gets_no_request():
+def test_a_replica_draining_before_it_connects_gets_no_request():
     bench = Bench()
     bench.update(1, 1)
     bench.update(2, 2, draining=(1,))
@@ -178,7 +178,7 @@ def test_a_replica_that_drains_before_it_is_connected_gets_no_request():
     assert bench.has(1, 2) == [[], [b"a"]]
 
 
-def test_a_request_for_one_version_is_not_tried_again_by_the_next():
+def test_a_request_for_one_version_stays_with_it():
     bench = Bench(1)
     bench.ask(b"a", version=1)
     bench.update(2, 2, draining=(1,))

@@ -15,7 +15,7 @@ FRAMES = st.lists(
 
 
 @given(FRAMES, st.integers(1, 40))
-def test_frames_come_whole_out_of_a_stream_cut_anywhere(frames, cut):
+def test_frames_are_read_from_a_stream_in_any_pieces(frames, cut):
     stream = b"".join(map(protocol.encode_frame, frames))
     buffer, found = protocol.FrameBuffer(), list[Frame]()
     for start in range(0, len(stream), cut):
@@ -44,7 +44,7 @@ def test_frames_come_whole_out_of_a_stream_cut_anywhere(frames, cut):
         ("POST", "/v1/models/m/versions/99999999999999999999:predict", None),
     ],
 )
-def test_an_address_names_model_version_and_method_or_is_refused(method, path, found):
+def test_an_address_is_parsed_or_refused(method, path, found):
     if found:
         assert protocol.parse_path(method, path) == found
         return
@@ -53,7 +53,7 @@ def test_an_address_names_model_version_and_method_or_is_refused(method, path, f
     assert error.value.code is Code.INVALID_ARGUMENT
 
 
-def test_a_reason_is_the_line_that_says_why():
+def test_the_reason_is_the_informative_line():
     text = "Graph execution error:\n\nChecksum does not match\n\t [[{{node RestoreV2}}]]"
     assert protocol.reason_of(ValueError(text)) == "Checksum does not match"
     assert protocol.reason_of(ValueError()) == "ValueError"

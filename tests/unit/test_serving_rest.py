@@ -55,7 +55,7 @@ ROWS = [{"a": 1, "b": [1, 2]}, {"b": [3, 4], "a": 2}]
         ({**HALF, "instances": [1, 2]}, {"h": [1, 2]}),
     ],
 )
-def test_inputs_are_rows_or_columns_of_the_types_of_the_signature(document, inputs):
+def test_inputs_are_rows_or_columns_of_signature_types(document, inputs):
     signature, found, by_row = decode(document)
     assert (by_row, set(found)) == ("inputs" not in str(document), set(inputs))
     for name, values in inputs.items():

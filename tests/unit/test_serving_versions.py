@@ -79,7 +79,7 @@ def test_history(name):
         assert " ".join(done) == expected, line
 
 
-def test_a_dead_replica_waits_longer_each_time_until_one_has_loaded():
+def test_a_failing_replica_waits_longer_each_time():
     model, ids = Model(replicas_wanted=1).scanned({1: "1"}), itertools.count(1)
     waits = list[float]()
     for id in range(1, 12):
@@ -98,7 +98,7 @@ def make_version(directory: Path, version: str) -> None:
     (directory / version / "saved_model.pb").write_bytes(b"")
 
 
-def test_versions_are_directories_that_are_numbers_and_hold_a_model(tmp_path):
+def test_versions_are_numbered_directories_with_a_model(tmp_path):
     largest, too_large = str(2**63 - 1), str(2**63)
     for name in ("1", "020", ".partial-3", "x4", "٣", largest, too_large):
         make_version(tmp_path, name)
@@ -119,9 +119,7 @@ def test_other_files_of_one_version_have_another_mark(tmp_path):
     assert len(marks) == 4
 
 
-def test_a_directory_is_a_model_or_holds_models_but_those_that_may_not_be_read(
-    tmp_path, monkeypatch
-):
+def test_unreadable_directories_are_skipped_when_finding_models(tmp_path, monkeypatch):
     make_version(tmp_path / "digits", "1")
     make_version(tmp_path / "letters", "1")
     for name in ("empty", "lost+found"):
@@ -140,7 +138,7 @@ def test_a_directory_is_a_model_or_holds_models_but_those_that_may_not_be_read(
     assert set(find_models(tmp_path / "digits", "d")) == {"d"}
 
 
-def test_a_directory_that_is_not_there_is_one_line(tmp_path, capsys):
+def test_a_missing_directory_is_a_one_line_error(tmp_path, capsys):
     assert serve.main([str(tmp_path / "none")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"cannot read {tmp_path}/none: No such file or directory")
@@ -150,7 +148,7 @@ def test_a_directory_that_is_not_there_is_one_line(tmp_path, capsys):
     ("flags", "hang_s"),
     [([], 15), (["--timeout_s=120"], 60), (["--timeout_s=1"], 5), (["--hang_s=40"], 40)],
 )
-def test_a_request_has_as_long_again_when_its_replica_hangs(flags, hang_s):
+def test_the_hang_limit_leaves_time_for_a_retry(flags, hang_s):
     options = serve._parser().parse_args(["served", *flags])
     serve._check(options)
     assert serve._settings(options).limits.hang_s == hang_s

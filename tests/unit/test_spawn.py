@@ -45,7 +45,7 @@ def refusal(fn, *args, **options):
 @pytest.mark.parametrize(
     ("source", "args"), [("def fn(): return LOCK", ()), ("def fn(a, b): pass", (1, LOCK))]
 )
-def test_nothing_is_started_if_the_function_cannot_be_pickled(source, args):
+def test_no_job_starts_if_the_function_cannot_be_pickled(source, args):
     with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock' object"):
         tfdist.spawn(by_value(source), *args)
 
@@ -111,7 +111,7 @@ def test_the_last_whole_answer_of_each_task_is_read(tmp_path_factory):
     assert spawning._answers(folder) == records
 
 
-def test_a_task_that_was_killed_is_told_by_the_last_it_printed():
+def test_a_killed_task_is_described_by_its_last_lines():
     failure = {"task": "ps-0", "cause": "killed by SIGKILL", "last_lines": ["a", "b"]}
     error = spawning._failed(137, failure, [], [])
     assert str(error) == "ps-0 failed first: killed by SIGKILL\n\na\nb"
@@ -120,7 +120,7 @@ def test_a_task_that_was_killed_is_told_by_the_last_it_printed():
     assert (str(copy), copy.task, copy.exit_code) == (str(error), "ps-0", 137)
 
 
-def test_a_failure_is_told_to_who_ignores_the_ends_of_processes(tmp_path_factory, monkeypatch):
+def test_failures_are_reported_if_sigchld_is_ignored(tmp_path_factory, monkeypatch):
     """The kernel gives such a program no exit code, and Python 0 for it."""
     run_dir = tmp_path_factory.mktemp("run")
 
@@ -161,7 +161,7 @@ def test_answers_of_attempts_that_failed_do_not_count(tmp_path_factory, monkeypa
     assert raised.value.traceback == ""
 
 
-def test_what_the_callers_output_has_no_letters_for_does_not_end_the_job(monkeypatch):
+def test_unencodable_output_does_not_end_the_job(monkeypatch):
     """As in a locale of Latin-1, where tasks print bytes that are no UTF-8."""
     output = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", output)
@@ -171,7 +171,7 @@ def test_what_the_callers_output_has_no_letters_for_does_not_end_the_job(monkeyp
     assert output.buffer.getvalue() == b"\\u2588 \xfc \\ufffd"
 
 
-def test_the_lines_of_cells_go_along_and_those_of_files_do_not(monkeypatch):
+def test_source_lines_of_cells_are_sent_with_calls(monkeypatch):
     cells = {"<cell>": (3, None, ["a\n"], "<cell>"), "/x.py": (3, 1.0, ["b\n"], "/x.py")}
     monkeypatch.setattr(linecache, "cache", cells)
     given = pickle.loads(spawning._pickled(by_value("def fn(): return 1"), (), {}))

@@ -72,7 +72,7 @@ def store(tmp_path):
         *(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4),
     ],
 )
-def test_every_number_comes_back_with_its_bytes(store, dtype):
+def test_every_array_is_read_with_its_bytes(store, dtype):
     shapes = [(), (0,), (3, 0, 2), (5,), (2, 3, 4)]
     arrays = {
         str(shape): np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
@@ -87,7 +87,7 @@ def test_every_number_comes_back_with_its_bytes(store, dtype):
         np.testing.assert_array_equal(found[name], array)
 
 
-def test_the_format_is_that_of_every_version(store):
+def test_the_format_equals_earlier_versions(store):
     """The checkpoint in `data` is of a run before the modules of the format were joined."""
     (golden,) = EARLIER.glob("step-*")
     checkpoint = CheckpointStore(EARLIER).read()
@@ -188,7 +188,7 @@ def damage_of(directory: Path) -> str:
 
 
 @pytest.mark.parametrize("change", FORGED.values(), ids=FORGED.keys())
-def test_a_forged_checkpoint_is_damaged_and_takes_no_memory(foreign, change):
+def test_a_forged_checkpoint_is_rejected_without_using_memory(foreign, change):
     forged(foreign, change)
     tracemalloc.start()
     said = damage_of(foreign)
@@ -199,7 +199,7 @@ def test_a_forged_checkpoint_is_damaged_and_takes_no_memory(foreign, change):
 
 
 @pytest.mark.parametrize("size", [None, 8])
-def test_choices_of_a_pipeline_are_read_whoever_chose_the_split_size(foreign, size):
+def test_pipeline_choices_are_read_with_any_split_size(foreign, size):
     choices = {"cuts": {"model of 4 layers": [1, 3]}, "split_size": size}
     forged(foreign, _set("meta", "stages", choices))
     found = RunStore(foreign.parent).read()
@@ -252,7 +252,7 @@ def test_links_and_odd_files_in_a_checkpoint_are_damage(foreign, name, plant):
     number=st.integers(0),
     file=st.sampled_from(["manifest.json", "arrays.bin", None]),
 )
-def test_whatever_is_in_a_checkpoint_it_is_read_or_damaged(path, value, number, file):
+def test_any_checkpoint_content_is_read_or_damaged(path, value, number, file):
     """A value anywhere in the manifest, with a right checksum; or other bytes in a file."""
     with tempfile.TemporaryDirectory() as place:
         (earlier,) = EARLIER.glob("step-*")
@@ -274,9 +274,7 @@ def test_whatever_is_in_a_checkpoint_it_is_read_or_damaged(path, value, number, 
 
 @pytest.mark.parametrize("file", ["arrays.bin", "manifest.json"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EMFILE])
-def test_one_that_may_be_whole_and_cannot_be_read_is_no_damage(
-    store, monkeypatch, caplog, file, number
-):
+def test_an_unreadable_checkpoint_is_not_called_damaged(store, monkeypatch, caplog, file, number):
     """A run that took it for damaged would start over, and remove it."""
     paths = [write(store, 1), write(store, 2)]
     _refuse_reading(monkeypatch, paths[1] / file, number)
@@ -291,7 +289,7 @@ def test_one_that_may_be_whole_and_cannot_be_read_is_no_damage(
     assert store.steps() == [3, 4]
 
 
-def test_one_that_the_disk_does_not_give_back_is_damaged(store, monkeypatch):
+def test_a_checkpoint_with_a_disk_error_is_damaged(store, monkeypatch):
     write(store, 1)
     _refuse_reading(monkeypatch, write(store, 2) / "arrays.bin", errno.EIO)
     assert_is(store.read(), 1)
@@ -309,7 +307,7 @@ def _refuse_reading(monkeypatch: pytest.MonkeyPatch, refused: Path, number: int)
 
 
 @pytest.mark.parametrize("step", [None, 1])
-def test_one_that_its_writer_removes_meanwhile_is_not_called_damaged(tmp_path, monkeypatch, step):
+def test_a_checkpoint_removed_by_its_writer_is_not_damaged(tmp_path, monkeypatch, step):
     writer, reader = CheckpointStore(tmp_path, keep=1), CheckpointStore(tmp_path)
     write(writer, 1)
     listdir = os.listdir
@@ -328,7 +326,7 @@ def test_one_that_its_writer_removes_meanwhile_is_not_called_damaged(tmp_path, m
             reader.read(step)
 
 
-def test_nothing_to_read_is_refused(store, tmp_path):
+def test_a_missing_checkpoint_is_refused(store, tmp_path):
     assert store.latest() is None
     assert refusal(store.read).code == "no-checkpoint"
     write(store, 1)
@@ -336,7 +334,7 @@ def test_nothing_to_read_is_refused(store, tmp_path):
     assert refusal(lambda: CheckpointStore(tmp_path, keep=0)).code == "not-an-int"
 
 
-def test_a_newer_format_is_refused_and_left_alone(store, monkeypatch):
+def test_a_newer_format_is_refused_and_kept(store, monkeypatch):
     with monkeypatch.context() as later:
         later.setattr(format_module, "VERSION", format_module.VERSION + 1)
         path = write(store, 1)
@@ -358,9 +356,7 @@ def test_threads_may_write_at_once(tmp_path):
     store.close()
 
 
-def test_nothing_is_renamed_before_it_is_on_the_disk_with_the_directories_above(
-    tmp_path, disk_events
-):
+def test_files_reach_the_disk_before_any_rename(tmp_path, disk_events):
     store = CheckpointStore(tmp_path / "runs" / "a" / "checkpoints")
     store.prepare()
     above = [tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"]
@@ -399,7 +395,7 @@ def _lose_the_files(source: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("replace", [_refuse, _lose_the_files, lambda source, target: None])
-def test_a_file_system_that_does_not_rename_directories_is_named(tmp_path, monkeypatch, replace):
+def test_a_file_system_without_directory_renames_is_named(tmp_path, monkeypatch, replace):
     store = CheckpointStore(tmp_path / "checkpoints")
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(TfdistError, match=r"(not supported|No such file).*; no earlier"):

@@ -38,7 +38,7 @@ RENDERED = dict(examples())
 
 
 @pytest.mark.parametrize("path", RENDERED)
-def test_what_is_rendered_is_what_it_was(path):
+def test_rendered_files_are_unchanged(path):
     text = printed(RENDERED[path])
     if path != RENDERED[path]:
         assert text == (ROOT / path).read_text()
@@ -72,7 +72,7 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("to", [SLURM, PODS], ids=["slurm", "kubernetes"])
 @pytest.mark.parametrize("flag", [f for f in names_of(LaunchFlags) if f not in ("dry_run", "env")])
-def test_a_flag_of_the_launcher_reaches_the_job_or_is_refused(flag, to):
+def test_a_launcher_flag_reaches_the_job_or_is_refused(flag, to):
     others, value = EXAMPLES.get(flag, ("", "7"))
     to += "--kind jobset " * (to == PODS and flag == "evaluator")
     line = f"{to} {others} --{flag} {value} train.py"
@@ -92,7 +92,7 @@ def test_an_elastic_job_is_refused(flag, to):
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
-def test_a_range_of_ports_is_that_of_the_pods_and_of_their_policy(kind):
+def test_a_port_range_applies_to_pods_and_their_policy(kind):
     flags = f"{PODS} --kind {kind} --workers 2 --ports 20000-20100 "
     text = printed(flags + "train.py")
     policy: Any = next(yaml.safe_load_all(text))
@@ -146,7 +146,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("arguments", SHOWN)
-def test_what_is_asked_for_is_in_the_script(arguments):
+def test_requested_settings_are_in_the_script(arguments):
     line, program = f"#SBATCH {SHOWN[arguments]}", SHOWN[arguments][1:] or arguments
     if SHOWN[arguments].startswith("$"):
         line = f'    "$python" {program} &'
@@ -173,7 +173,7 @@ ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="
 
 @pytest.mark.parametrize("kind", ["job", "jobset"])
 @given(words=st.lists(st.sampled_from([*NASTY, *DOUBTFUL]) | ANY_TEXT, max_size=4))
-def test_what_a_user_writes_reaches_a_pod(kind, words):
+def test_words_of_the_user_reach_a_pod_unchanged(kind, words):
     note = "".join(words)
     flags = ["--to=kubernetes", "--image=x", f"--env=NOTE={note}"]
     request = parse([*flags, "-m", "my.program", *words])
@@ -245,7 +245,7 @@ LOG = "E1120 14:51:30.399739   31516 memcache.go:265] unknown field\n"
 CREATED = says("job.batch/x created\n", errors=f"{LOG}{WARNED}\n\n")
 
 
-def test_a_job_is_submitted_and_what_warns_of_it_is_passed_on(answered):
+def test_a_job_is_submitted_and_warnings_are_shown(answered):
     commands = answered(sbatch=says("42;cluster\n", errors="sbatch: 3 hours are left\n"))
     shown = "job 42 (x); output: x-42.out\n", "tfdist.submit: sbatch: 3 hours are left\n"
     assert run("--to slurm --name x train.py") == (0, *shown)
@@ -279,9 +279,7 @@ NO_NAMESPACE = 'Error from server (NotFound): when creating "STDIN": namespaces 
         (PODS_OF_X, {"get": says("job.batch/x\n")}, "kubectl --namespace=ml delete job.batch/x"),
     ],
 )
-def test_what_a_scheduler_refuses_is_one_line_and_nothing_is_submitted(
-    arguments, answers, said, answered
-):
+def test_a_refusal_of_the_scheduler_submits_nothing(arguments, answers, said, answered):
     commands = answered(**answers)
     assert said in refused(arguments)
     assert all("--dry-run=server" in command for command in commands if " apply " in command)
@@ -294,12 +292,12 @@ def test_what_a_scheduler_refuses_is_one_line_and_nothing_is_submitted(
         ("--to kubernetes --image x train.py", "kubectl"),
     ],
 )
-def test_without_the_schedulers_commands_it_is_one_line(arguments, command, tmp_path, monkeypatch):
+def test_missing_scheduler_commands_are_a_one_line_error(arguments, command, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert refused(arguments).startswith(f"--to: cannot run the command {command}. ")
 
 
-def test_a_command_that_does_not_answer_is_given_up(tmp_path, monkeypatch):
+def test_a_scheduler_command_without_an_answer_times_out(tmp_path, monkeypatch):
     command = tmp_path / "sbatch"
     command.write_text("#!/bin/sh\nexec sleep 600\n")
     command.chmod(0o755)

@@ -166,14 +166,14 @@ def container_of(template: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("code", OUTCOMES)
-def test_slurm_does_what_the_table_says(code, tmp_path):
+def test_slurm_follows_the_table_of_exit_codes(code, tmp_path):
     script = printed(SLURM + "--workers 2 train.py")
     assert of_slurm(tmp_path, script, code=code) == OUTCOMES[code][0]
 
 
 @pytest.mark.parametrize("code", OUTCOMES)
 @pytest.mark.parametrize("arguments", ["--workers 2 train.py", "train.py", PS + "train.py"])
-def test_a_job_and_a_job_set_do_what_the_table_says(code, arguments):
+def test_kubernetes_jobs_follow_the_table_of_exit_codes(code, arguments):
     job, job_set = spec_of(arguments), spec_of("--kind jobset " + arguments)
     assert (of_job(job, code=code), of_job_set(job_set, code=code)) == OUTCOMES[code][1:]
 
@@ -192,7 +192,7 @@ def test_the_table_is_in_the_docs():
     assert table == OUTCOMES
 
 
-def test_each_job_of_a_set_ends_by_the_same_codes():
+def test_all_jobs_of_a_set_share_exit_codes():
     spec = spec_of("--kind jobset --gpus 1 --evaluator " + PS + "train.py")
     children = [job["template"]["spec"] for job in spec["replicatedJobs"]]
     assert len(children) == 4
@@ -217,7 +217,7 @@ def test_a_job_set_that_is_late_has_failed():
 @pytest.mark.parametrize(
     ("code", "ended"), [(1, "counted"), (2, "failed"), (137, "counted"), (143, "again")]
 )
-def test_a_failure_of_a_job_set_is_the_cause_and_not_who_has_lost_it(code, ended):
+def test_a_job_set_fails_with_the_root_cause(code, ended):
     spec = spec_of("--kind jobset " + PS + "train.py")
     child = spec["replicatedJobs"][0]["template"]["spec"]
     cause, follows = failure(child, code=code), failure(child, code=75)
@@ -236,7 +236,7 @@ def test_no_restarts_are_none(tmp_path):
 
 
 @pytest.mark.parametrize(("index", "ended"), [("0", 0), ("1", 75), ("3", 75)])
-def test_a_server_of_a_job_comes_back(index, ended, tmp_path):
+def test_a_server_of_a_job_is_restarted(index, ended, tmp_path):
     spec = spec_of(PS + "train.py")
     fakes(tmp_path, python="exit 0")
     container = container_of(spec["template"])
@@ -266,9 +266,7 @@ WAITED_FOR = 'until read -r _ _ state _ </proc/$PPID/stat && [ "$state" = S ]; d
     ],
     ids=["warned", "cancelled"],
 )
-def test_slurms_signal_reaches_the_tasks_and_a_warned_job_is_queued_again(
-    step, is_requeued, tmp_path
-):
+def test_slurm_signals_reach_tasks_and_requeue_warned_jobs(step, is_requeued, tmp_path):
     script = printed(SLURM + "--workers 2 train.py")
     environ = fakes(tmp_path, python="", srun=step, scontrol='echo "$@" >>requeued')
     done = run_batch(tmp_path, script, environ)
@@ -276,7 +274,7 @@ def test_slurms_signal_reaches_the_tasks_and_a_warned_job_is_queued_again(
     assert (tmp_path / "requeued").exists() == is_requeued
 
 
-def test_a_warning_while_slurms_tasks_import_is_no_failure_but_the_second_one_is(tmp_path):
+def test_only_the_second_warning_during_import_is_a_failure(tmp_path):
     script = printed(SLURM + "--max_restarts 0 --workers 2 train.py")
     step = f"{WAITED_FOR}kill -USR1 $PPID\nwhile :; do sleep 0.05; done"
     environ = fakes(tmp_path, python="", srun=step, scontrol='echo "$@" >>requeued')
@@ -303,12 +301,12 @@ def test_a_pods_signal_reaches_its_task(arguments, has_handler, tmp_path):
     assert told.exists() == has_handler
 
 
-def test_a_pods_signal_before_its_task_has_begun_ends_it(tmp_path):
+def test_a_pod_signal_before_the_task_starts_ends_it(tmp_path):
     fakes(tmp_path, python=f"[ $1 = -c ] || exit 1\n{WAITED_FOR}kill -TERM $PPID")
     assert run_pod(tmp_path, container_of(spec_of("train.py")["template"])) == 143
 
 
-def test_without_tfdist_the_first_line_says_so(tmp_path):
+def test_a_missing_tfdist_is_reported_in_one_line(tmp_path):
     environ = fakes(tmp_path, python="echo no such module >&2; exit 1", srun="exit 0")
     said = [run_batch(tmp_path, printed(SLURM + "train.py"), environ)]
     said.append(run_container(tmp_path, container_of(spec_of("train.py")["template"])))
@@ -357,12 +355,12 @@ OF_SET = "jobset.sigs.k8s.io/restart-attempt"
     ],
 )
 @pytest.mark.parametrize("arguments", ["train.py", PS + "train.py"])
-def test_a_pod_is_told_how_often_it_was_started(kind, annotations, attempt, arguments):
+def test_a_pod_gets_its_number_of_starts(kind, annotations, attempt, arguments):
     _, _, container, more = next(pods_of(f"--kind {kind} {arguments}"))
     assert config_of(container, more, **annotations).options.attempt == attempt
 
 
-def test_who_knows_better_how_often_a_task_was_started_says_so():
+def test_a_given_number_of_restarts_has_priority():
     _, _, container, _ = next(pods_of("--env TFDIST_RESTARTS=7 train.py"))
     told = [e for e in container["env"] if e["name"] == "TFDIST_RESTARTS"]
     assert told == [{"name": "TFDIST_RESTARTS", "value": "7"}]
@@ -381,7 +379,7 @@ OF_PS = {"strategy": "ps", "min_workers": 1, "split_bytes": 4_000_000}
         ("", {}),
     ],
 )
-def test_the_launchers_flags_are_what_tasks_read(arguments, options):
+def test_tasks_read_the_flags_of_the_launcher(arguments, options):
     _, _, container, more = next(pods_of(f"{FLAGS}{arguments}train.py"))
     assert config_of(container, more).options == JobOptions(**options, **SAID)
     waits = "--wait=300" in printed(f"{SLURM}{arguments}train.py")
@@ -411,6 +409,6 @@ def test_the_pods_of_a_job_find_their_places(arguments, tasks):
     assert found == tasks
 
 
-def test_a_job_set_is_done_when_its_chief_and_its_evaluator_are():
+def test_a_job_set_ends_with_chief_and_evaluator():
     policy = spec_of(OF_SET_OF_PS + "train.py")["successPolicy"]
     assert policy["targetReplicatedJobs"] == ["chief", "evaluator"]

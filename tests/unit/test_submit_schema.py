@@ -70,7 +70,7 @@ def dropped(given: Any, read: Any, *, at: str = "spec") -> Iterator[str]:
         yield f"{at}: {given!r}"
 
 
-def test_a_field_that_the_definition_does_not_know_is_found():
+def test_an_unknown_field_of_the_definition_is_found():
     spec = {"network": {"enableDNSHostname": True}, "replicatedJobs": []}
     read = MODELS["JobSet"][1].from_dict(spec).to_dict()
     assert "spec.network.enableDNSHostname: True" in dropped(spec, read)

@@ -486,7 +486,7 @@ def test_history(history, outcome):
         ),
     ],
 )
-def test_what_is_done_is_said(history, said):
+def test_each_action_has_its_message(history, said):
     assert [short(text) for text in play(history)[1].said] == said
 
 
@@ -522,7 +522,7 @@ def test_a_failure_has_step_and_moment_and_is_dated(history, task, step, at_s, d
     assert failure.detect_s == pytest.approx(detect_s)
 
 
-def test_an_attempt_knows_its_first_step_its_restarts_its_losses_and_stacks():
+def test_an_attempt_records_steps_restarts_losses_and_stacks():
     state, _ = play(
         "ps max_restarts=1: 3 c0 step 7 first 2.75; 3.5 c0 step 9 first 2.5; 5 w1 ends KILL;"
         " 6 w0 ends 1; 9 c0 ends 0"
@@ -544,9 +544,7 @@ WHAT = ["ends 0", "ends 1", "ends 2", "ends 75", "ends KILL", "ends ABRT", "rais
     min_workers=st.integers(0, 1),
     stop_s=st.sampled_from([0.1, 1000]),
 )
-def test_whatever_happens_every_process_ends_and_is_reported(
-    job, what, max_restarts, min_workers, stop_s
-):
+def test_every_process_ends_and_is_reported(job, what, max_restarts, min_workers, stop_s):
     names, at_s, events = JOBS[job].split(), 1.0, []
     for index, event in what:
         at_s += {"wait": 1000, "grace": 10}.get(event, 0.1)

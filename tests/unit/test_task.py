@@ -29,7 +29,7 @@ from tfdist.launch.task import note_to, run_program
         ),
     ],
 )
-def test_the_line_that_says_what_happened_is_the_cause(tmp_path, raised, cause, monkeypatch):
+def test_the_cause_is_the_line_of_the_exception(tmp_path, raised, cause, monkeypatch):
     monkeypatch.setattr("sys.argv", ["test"])
     monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
@@ -134,7 +134,7 @@ BEAT = {
 }
 
 
-def test_a_process_that_the_program_has_forked_does_not_fail_for_its_task(pipe):
+def test_a_forked_process_does_not_report_for_its_task(pipe):
     failed = note_to(pipe.write_fd, task="worker-0")
     child = os.fork()
     if not child:
@@ -147,7 +147,7 @@ def test_a_process_that_the_program_has_forked_does_not_fail_for_its_task(pipe):
 
 
 @pytest.mark.parametrize("cause", ["\N{FIRE}\udc80" * 1000, 'ValueError: "\u00fc"\ttab'])
-def test_a_note_is_one_piece_though_the_program_has_a_module_called_json(pipe, cause, monkeypatch):
+def test_a_note_is_whole_despite_a_user_json_module(pipe, cause, monkeypatch):
     monkeypatch.setitem(sys.modules, "json", types.ModuleType("json"))
     note_to(pipe.write_fd, task="worker-0")(1, cause)
     said = pipe.notes(1)[0]["cause"]
@@ -155,7 +155,7 @@ def test_a_note_is_one_piece_though_the_program_has_a_module_called_json(pipe, c
     assert len(said) >= min(len(cause), 100)
 
 
-def test_a_task_says_what_it_is_doing(pipe, run):
+def test_a_task_reports_its_current_phase(pipe, run):
     source = """
     sys.stdin.read(1)
     from tfdist import phases
@@ -189,7 +189,7 @@ def test_a_task_says_what_it_is_doing(pipe, run):
     pipe.beat_of("other")  # a name that would not be a note
 
 
-def test_a_short_task_has_no_beat_and_one_whose_pipe_is_closed_no_error(pipe, run):
+def test_short_tasks_and_closed_pipes_send_no_heartbeat(pipe, run):
     source = "task.start_heartbeat(fd, task='worker-0', every_s=600.0);"
     process = run(f"{START} {source} os.close(fd); {source}")
     assert process.communicate(timeout=DEADLINE_S)[0] == ""
@@ -199,7 +199,7 @@ def test_a_short_task_has_no_beat_and_one_whose_pipe_is_closed_no_error(pipe, ru
         os.read(pipe.read_fd, 1)
 
 
-def test_a_full_pipe_holds_nothing_up_and_is_used_again_when_it_is_read(pipe, run):
+def test_a_full_pipe_does_not_block_and_is_reused(pipe, run):
     pipe.fill()
     source = "time.sleep(0.3); print('on', flush=True); print(len(sys.stdin.read(1)), flush=True)\n"
     process = run(FAST + source + "sys.stdin.read()")
@@ -212,7 +212,7 @@ def test_a_full_pipe_holds_nothing_up_and_is_used_again_when_it_is_read(pipe, ru
     assert os.get_blocking(pipe.write_fd)
 
 
-def test_without_a_launcher_the_thread_ends_and_the_program_goes_on(pipe, run):
+def test_without_a_launcher_only_the_heartbeat_thread_ends(pipe, run):
     source = """
     import signal
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -229,7 +229,7 @@ def test_without_a_launcher_the_thread_ends_and_the_program_goes_on(pipe, run):
     assert process.returncode == 0
 
 
-def test_nothing_is_written_into_a_file_that_took_the_place_of_the_pipe(pipe, run, tmp_path):
+def test_a_file_replacing_the_pipe_is_not_written(pipe, run, tmp_path):
     source = """
     os.closerange(3, 64)
     for _ in range(64 - 3): os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)

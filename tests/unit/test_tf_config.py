@@ -66,15 +66,13 @@ def config_text(cluster: object = None, task: object = None, **more: object) -> 
         ({**EVALUATED, "worker": ["a:1", "b:1"]}, "ps", "chief-0", 2),
     ],
 )
-def test_the_kind_the_chief_and_the_replicas_follow_from_the_addresses(
-    lists, kind, chief, replica_tasks
-):
+def test_addresses_determine_kind_chief_and_replicas(lists, kind, chief, replica_tasks):
     cluster = ClusterSpec.from_dict(lists)
     assert (cluster.kind.name, str(cluster.chief_task)) == (kind, chief)
     assert cluster.num_replica_tasks == replica_tasks
 
 
-def test_addresses_of_any_usual_form_and_one_port_on_many_hosts_are_accepted():
+def test_usual_address_forms_and_shared_ports_are_accepted():
     assert ClusterSpec(worker=tuple(ADDRESSES)).address(Task("worker", 8)) == ADDRESSES[8]
     hosts = ["a", "b", "10.0.0.1", "10.0.0.2", "[fd00::1]", "[fd00::2]", "localhost"]
     hosts += ["[fe80::1%eth0]", "[fe80::1%eth1]"]  # zones tell links, and machines, apart
@@ -82,7 +80,7 @@ def test_addresses_of_any_usual_form_and_one_port_on_many_hosts_are_accepted():
 
 
 @pytest.mark.parametrize("address", [*BAD_ADDRESSES, *BAD_PORTS])
-def test_a_bad_address_is_refused_with_its_task_and_the_fix(address):
+def test_a_bad_address_is_refused_with_its_fix(address):
     error = refusal(lambda: ClusterSpec(worker=("good:1", address)))  # type: ignore[arg-type]
     code = "TFC011" if address in BAD_PORTS else "TFC010"
     assert (error.where, error.code) == ("cluster worker-1", code)
@@ -129,14 +127,14 @@ def configs(draw):
 
 
 @given(configs())
-def test_what_is_encoded_is_decoded_again(config):
+def test_an_encoded_config_decodes_to_itself(config):
     text = encode(config)
     assert text.isascii()
     assert text.isprintable()
     assert decode(text) == decode(text.encode()) == config
 
 
-def test_a_run_dir_that_is_not_utf8_and_keys_of_schedulers_survive():
+def test_non_utf8_run_directories_and_scheduler_keys_survive():
     options = JobOptions(run_dir=b"run\xff".decode("utf-8", "surrogateescape"))
     config = TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=options)
     assert decode(encode(config)) == config
@@ -153,7 +151,7 @@ def test_no_tf_config_means_no_job(read):
 # The tasks of a job
 
 
-def test_a_training_task_never_sees_the_evaluator_and_knows_that_there_is_one():
+def test_a_training_task_knows_only_that_an_evaluator_exists():
     chief = decode(config_text(cluster=EVALUATED, task={"type": "chief", "index": 0}))
     assert chief.cluster == ClusterSpec.from_dict(PS)
     assert chief.options.evaluator
@@ -167,7 +165,7 @@ def test_an_evaluator_may_stand_in_its_cluster_or_not(cluster):
     assert resolved_kind(config).name == "auto"
 
 
-def test_each_task_of_a_job_gets_its_config_in_order():
+def test_each_task_gets_its_config_in_order():
     cluster, options = ClusterSpec.from_dict(EVALUATED), JobOptions(strategy="ps", attempt=3)
     made = list(job_configs(cluster, options=options))
     assert [config.task for config in made] == list(cluster.tasks())
@@ -243,7 +241,7 @@ MISTAKES: dict[str, tuple[str | bytes, ...]] = {
 @pytest.mark.parametrize(
     ("text", "code"), [(text, code) for code, texts in MISTAKES.items() for text in texts]
 )
-def test_what_is_no_task_of_a_job_is_refused(text, code):
+def test_invalid_task_configs_are_refused(text, code):
     error = refusal(lambda: decode(text))
     assert error.code == code
     assert error.where.startswith("TF_CONFIG")
@@ -291,7 +289,7 @@ ALMOST = st.fixed_dictionaries(
 
 @given(JSON | ALMOST)
 @settings(max_examples=300)
-def test_random_json_raises_nothing_but_usage_errors(value):
+def test_random_json_raises_only_usage_errors(value):
     for text in (json.dumps(value), str(value)):
         try:
             config = decode(text)

@@ -29,9 +29,7 @@ def _no_waiting_for_the_disk(monkeypatch):
 @pytest.mark.parametrize(
     ("slots", "ahead", "at_once"), [(1, 99, 1), (3, 99, 3), (3, 1, 1)], ids=str
 )
-def test_all_trials_run_once_as_many_at_once_as_there_are_slots_and_the_search_gives(
-    tmp_path, slots, ahead, at_once
-):
+def test_all_trials_run_once_within_the_slots(tmp_path, slots, ahead, at_once):
     world = World(tmp_path, slots=slots, search_of=partial(FakeSearch, ahead=ahead))
     chief = world.run()
     assert world.started == ["0", "1", "2", "3"]
@@ -44,7 +42,7 @@ def test_all_trials_run_once_as_many_at_once_as_there_are_slots_and_the_search_g
 
 @pytest.mark.parametrize("how", ["before", "within", "after"])
 @pytest.mark.parametrize(("slots", "later"), [(1, 1), (2, 2), (3, 1), (1, 3)])
-def test_a_crash_at_any_write_changes_nothing(tmp_path, how, slots, later):
+def test_a_crash_at_any_write_gives_the_same_trials(tmp_path, how, slots, later):
     """Nor does another number of slots, where more trials wait for one than there are."""
     whole = World(tmp_path / "whole", slots=slots)
     whole.run()
@@ -59,7 +57,7 @@ def test_a_crash_at_any_write_changes_nothing(tmp_path, how, slots, later):
         assert world.done == whole.done, "a finished trial was run again, or a step was"
 
 
-def test_a_failed_trial_is_written_down_and_the_sweep_goes_on(tmp_path):
+def test_a_failed_trial_is_recorded_and_the_sweep_continues(tmp_path):
     """So is one whose values make no configuration, which is not started at all."""
 
     def flags(trial: Trial) -> tuple[str, ...]:
@@ -79,7 +77,7 @@ def test_a_failed_trial_is_written_down_and_the_sweep_goes_on(tmp_path):
     assert [trial.status for trial in trials.values()].count("completed") == 2
 
 
-def test_a_sweep_of_which_no_trial_was_completed_has_failed(tmp_path):
+def test_a_sweep_without_completed_trials_has_failed(tmp_path):
     world = World(tmp_path)
     world.fate_of = lambda run: FAILED
     chief = world.begin()
@@ -88,7 +86,7 @@ def test_a_sweep_of_which_no_trial_was_completed_has_failed(tmp_path):
     assert chief.state.is_complete, "there is nothing to go on with"
 
 
-def test_too_many_failed_trials_end_the_sweep_with_the_reason(tmp_path):
+def test_too_many_failed_trials_end_the_sweep(tmp_path):
     world = World(tmp_path, options={"max_failed_trials": 2})
     world.fates = {name: [FAILED] for name in "012"}
     chief = world.begin()
@@ -102,7 +100,7 @@ def test_too_many_failed_trials_end_the_sweep_with_the_reason(tmp_path):
     assert [t.status for t in state.trials.values()] == ["failed"] * 3 + ["completed"]
 
 
-def test_a_killed_trial_goes_on_and_one_that_is_always_killed_fails(tmp_path):
+def test_a_killed_trial_resumes_unless_killed_too_often(tmp_path):
     world = World(tmp_path)
     world.fates = {"0": [KILLED] * 2, "1": [KILLED] * 9}
     trials = world.run().state.trials
@@ -127,7 +125,7 @@ def test_kills_with_progress_in_between_are_not_counted(tmp_path):
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_chief_that_is_asked_to_stop_leaves_trials_to_go_on(tmp_path, signum, code):
+def test_a_stopped_chief_leaves_trials_resumable(tmp_path, signum, code):
     world = World(tmp_path, slots=2)
     chief = world.begin()
     world.events = lambda: world.signals.append(signum)
@@ -139,7 +137,7 @@ def test_a_chief_that_is_asked_to_stop_leaves_trials_to_go_on(tmp_path, signum, 
     assert set(world.done.values()) == {world.epochs}
 
 
-def test_the_time_of_a_trial_leaves_out_the_time_without_a_chief(tmp_path):
+def test_trial_time_excludes_time_without_a_chief(tmp_path):
     world = World(tmp_path, trials=1, epochs=3, ticks=10, time_of_day=lambda: world.now_s)
     chief = world.begin()
     world.events = lambda: world.signals.extend([signal.SIGTERM] * (world.done["0"] == 5))

@@ -114,7 +114,7 @@ def test_a_tuner_without_its_packages_tells_the_pip_command(
 # Journal.
 
 
-def test_the_time_of_a_trial_is_that_of_its_jobs():
+def test_trial_time_is_the_time_of_its_jobs():
     asked = {"event": "asked", "trial": "0", "values": {}, "run": "0", "until": None}
     end = {"status": "FAILED", "score": None, "best_virtual_epoch": None, "history": []}
     lines = [
@@ -131,7 +131,7 @@ def test_the_time_of_a_trial_is_that_of_its_jobs():
     assert results.as_json(state)["trials"][0]["seconds"] == 14.0
 
 
-def test_a_trial_is_shown_with_the_values_that_its_program_asks_for(tmp_path):
+def test_a_trial_is_shown_with_used_values_only(tmp_path):
     book = journal(tmp_path)
     book.add("begun", tuner="random", objective="loss", direction="min", seed=1, max_trials=3)
     drawn = {"layers": 1, "units_1": 8, "tuner/epochs": 2}
@@ -142,7 +142,7 @@ def test_a_trial_is_shown_with_the_values_that_its_program_asks_for(tmp_path):
     assert fold(book.lines).varied == ["layers", "units"]
 
 
-def test_a_line_for_which_there_is_no_room_is_not_there_in_part(tmp_path):
+def test_a_line_without_disk_space_is_not_partly_written(tmp_path):
     """The chief has its trials end then, and writes that down where there is room again."""
     book = journal(tmp_path)
     book.add("begun", seed=1)
@@ -160,7 +160,7 @@ def test_a_line_for_which_there_is_no_room_is_not_there_in_part(tmp_path):
     assert [line["event"] for line in book.lines] == ["begun", "finished"]
 
 
-def test_a_file_that_is_no_journal_is_named_with_its_line(tmp_path):
+def test_a_broken_journal_is_named_with_its_line(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text('{"event": "begun"}\nhello\n')
     assert refused(lambda: journal(tmp_path)) == (f"{path}, line 2", "broken-journal")
@@ -180,7 +180,7 @@ def outcome(status: str | None, lines: Any = LINES, **changes: Any) -> Any:
     return outcome_of(goal, summary={"status": status} if status else None, metrics=lines)
 
 
-def test_a_trial_has_the_score_of_its_best_virtual_epoch_up_to_its_goal():
+def test_a_trial_scores_its_best_epoch_before_its_goal():
     done = outcome("done")
     assert (done.score, done.best_virtual_epoch) == (0.9, 2)
     assert done.history[2] == {"virtual_epoch": 3, "val_accuracy": 0.8}
@@ -204,14 +204,14 @@ def test_a_trial_has_the_score_of_its_best_virtual_epoch_up_to_its_goal():
         (2, None, "", Failed(reason="[launch] no", last_lines=("[launch] no",))),
     ],
 )
-def test_a_program_that_failed_has_failed_and_one_that_was_killed_goes_on(code, sent, cause, found):
+def test_a_failed_program_fails_and_a_killed_one_resumes(code, sent, cause, found):
     failure = {"task": "worker-1", "cause": cause, "last_lines": ["a"]}
     tasks = [{"task": "worker-0", "signal": None}, {"task": "worker-1", "signal": sent}]
     report = {"attempts": [{"tasks": tasks, "first_failure": failure}]} if cause else None
     assert failure_of(code, report=report, last_lines=["[launch] no"]) == found
 
 
-def test_a_program_that_ends_well_before_its_trial_has_failed():
+def test_a_program_that_exits_early_fails_its_trial():
     report = {"attempts": [{"first_failure": None}]}
     found = failure_of(0, report=report, last_lines=["Epoch 1/5"])
     assert found.reason == "the program exited before the trial was done (exit code 0)"
@@ -248,7 +248,7 @@ def slots_and_flags(runner: LauncherRunner) -> Iterator[str]:
         yield " ".join(runner.command(job)[5:])
 
 
-def test_each_trial_has_its_host_and_gets_its_variables_by_name():
+def test_each_trial_has_its_host_and_variables():
     found = list(slots_and_flags(runner_on("--hosts a,b,a --rsh x --env C --env D")))
     last = "--env A,B --on ssh --rsh x --env C,D --strategy multiworker --devices_per_worker 1"
     assert [line.split(" --threads")[0] for line in found] == [
@@ -258,7 +258,7 @@ def test_each_trial_has_its_host_and_gets_its_variables_by_name():
     assert ps[0].startswith("--hosts [::1]:5 --env A,B --on ssh --strategy ps --ps 2 --threads")
 
 
-def test_slurm_gives_its_nodes_to_trials_and_ray_chooses_them():
+def test_slurm_assigns_nodes_to_trials_but_ray_does_not():
     slurm = runner_on("--on slurm --parallel_trials 2", SLURM_JOB_NODELIST="n[1-2]")
     hosts = [line.split()[1] for line in slots_and_flags(slurm)]
     assert hosts == ["n1:1", "n2:1", "n1:1", "n2:1"]
@@ -267,7 +267,7 @@ def test_slurm_gives_its_nodes_to_trials_and_ray_chooses_them():
     assert refused(lambda: runner_on("--on slurm")) == ("--on slurm", "no-allocation")
 
 
-def test_a_host_on_which_no_trial_can_start_gets_no_more(monkeypatch):
+def test_a_host_that_cannot_start_trials_is_closed(monkeypatch):
     now_s = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     hosts = TrialHosts(hosts={"a": 1, "b": 1}, tasks=1)
@@ -284,7 +284,7 @@ def test_a_host_on_which_no_trial_can_start_gets_no_more(monkeypatch):
     assert refused(hosts.slots) == ("--hosts", "no-host-left")
 
 
-def test_trials_have_the_gpus_that_the_sweep_itself_hides_from_tensorflow(monkeypatch):
+def test_trials_get_gpus_hidden_from_the_sweep(monkeypatch):
     seen: list[LauncherRunner] = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(
@@ -296,7 +296,7 @@ def test_trials_have_the_gpus_that_the_sweep_itself_hides_from_tensorflow(monkey
 
 
 @pytest.mark.parametrize("locked", ["5/logs/.lock", "0/checkpoints/.lock"])
-def test_a_trial_waits_for_who_still_writes_its_files_and_is_not_run_again(tmp_path, locked):
+def test_a_trial_waits_for_the_writer_of_its_files(tmp_path, locked):
     """What a killed chief had started ends; hyperband's writes the checkpoints of another trial."""
     run_dir = tmp_path / "5"
     told = Assignment(
@@ -321,7 +321,7 @@ def test_a_trial_waits_for_who_still_writes_its_files_and_is_not_run_again(tmp_p
     assert trial.pidfd is None
 
 
-def test_a_trial_that_cannot_be_written_is_one_line(tmp_path):
+def test_an_unwritable_trial_is_a_one_line_error(tmp_path):
     (tmp_path / "0" / "launch.log").mkdir(parents=True)
     with pytest.raises(TfdistError, match=r"0: Is a directory$"):
         local_runner().start(TrialJob(run_dir=tmp_path / "0", flags=(), goal=GOAL))
@@ -358,7 +358,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path, overwrite):
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
-def test_a_second_chief_is_refused_with_the_first_ones_pid_and_moves_nothing_aside(tmp_path):
+def test_a_second_chief_is_refused_and_moves_nothing(tmp_path):
     book = journal(tmp_path)
     book.add("begun", seed=1)
     with chief_lock(tmp_path):
@@ -372,7 +372,7 @@ def test_a_second_chief_is_refused_with_the_first_ones_pid_and_moves_nothing_asi
         chief_lock(tmp_path / "no").__enter__()
 
 
-def test_imports_begin_before_a_sweep_is_described_and_end_where_it_cannot_be(tmp_path):
+def test_imports_start_early_and_end_after_a_failure(tmp_path):
     said: list[str] = []
     journal(tmp_path).add("begun", seed=1)
     again = ImpossibleSweep(tmp_path, said, overwrite=True)
@@ -381,7 +381,7 @@ def test_imports_begin_before_a_sweep_is_described_and_end_where_it_cannot_be(tm
     assert not (tmp_path / "old-1").exists(), "moved aside for nothing"
 
 
-def test_overwrite_moves_an_old_sweep_aside_and_nothing_else(tmp_path):
+def test_overwrite_moves_only_an_old_sweep_aside(tmp_path):
     with chief_lock(tmp_path):  # a start that came to no journal leaves no more
         (tmp_path / FORK_LOG).touch()
         require_own(tmp_path)
@@ -398,7 +398,7 @@ def test_overwrite_moves_an_old_sweep_aside_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("locked", ["logs/.lock", "checkpoints/.lock"])
-def test_a_sweep_is_not_moved_aside_while_a_trial_of_it_runs(tmp_path, locked):
+def test_a_sweep_with_a_running_trial_is_not_moved(tmp_path, locked):
     """A runner's trial outlives a chief that was killed, and would write among the new ones."""
     sweep(tmp_path)
     with held(tmp_path / "trials" / "1" / locked):
@@ -415,9 +415,7 @@ def begun(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_finished_sweep_of_which_no_trial_was_completed_has_failed_again(
-    overwrite, tmp_path, monkeypatch
-):
+def test_a_restarted_sweep_without_completed_trials_fails_again(overwrite, tmp_path, monkeypatch):
     if overwrite:  # it was for the first start
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     book = journal(tmp_path)
@@ -430,7 +428,7 @@ def test_a_finished_sweep_of_which_no_trial_was_completed_has_failed_again(
     assert (exit_code, state.finished) == (1, "all trials failed")
 
 
-def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path):
+def test_a_changed_sweep_is_refused_with_the_changes(tmp_path):
     """So are hyperparameters that are new, gone, or in another order."""
     require_same(tmp_path, begun(), begun(seed=None))
     require_same(tmp_path, begun(early_stop="none"), begun())  # of an earlier release
@@ -449,9 +447,7 @@ def test_a_changed_sweep_is_refused_with_what_has_changed(tmp_path):
 # What a person sees.
 
 
-def test_the_leaderboard_of_a_directory_is_shown_also_where_nothing_can_be_written(
-    tmp_path, capsys, monkeypatch
-):
+def test_the_leaderboard_works_in_a_read_only_directory(tmp_path, capsys, monkeypatch):
     open_ = os.open
 
     def read_only(path: Any, flags: int, mode: int = 0o777, **where: Any) -> int:
@@ -473,7 +469,7 @@ def test_the_leaderboard_of_a_directory_is_shown_also_where_nothing_can_be_writt
     assert refused(lambda: results.show(tmp_path / "nowhere")) == ("--show", "no-sweep")
 
 
-def test_the_best_trial_is_printed_with_values_that_can_be_copied(tmp_path, capsys):
+def test_the_best_trial_is_printed_with_copyable_values(tmp_path, capsys):
     sweep(tmp_path)
     results.show_best(tmp_path)
     run_dir = tmp_path / "trials" / "1"
@@ -518,14 +514,14 @@ def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path):
     assert statuses == ["completed", "completed", "failed", "running"]
 
 
-def test_what_is_no_terminal_gets_a_line_for_each_change(tmp_path):
+def test_without_a_terminal_each_change_is_a_line(tmp_path):
     state, out = fold(sweep(tmp_path).lines), io.StringIO()
     with results.SweepScreen(tmp_path, console=Console(file=out, width=100)) as screen:
         screen.changed(state, state.trials["0"])
     assert out.getvalue() == "trial 0 completed: 0.5000; best 0.3000 (trial 1)\n"
 
 
-def test_names_and_values_of_a_user_are_no_markup_of_a_table(tmp_path, capsys):
+def test_user_names_and_values_are_no_markup(tmp_path, capsys):
     book = journal(tmp_path)
     objective = "$val$ [/b]"
     book.add("begun", tuner="[/i]", objective=objective, direction="max", seed=1, max_trials=2)

@@ -226,7 +226,7 @@ def test_history(history, outcome):
 
 
 @pytest.mark.parametrize("history", ["3 hang_s=inf: 1", "3: all ends"])
-def test_the_launcher_sleeps_where_there_is_nothing_to_watch(history):
+def test_the_launcher_sleeps_without_tasks_to_watch(history):
     kind, options, (part,) = parsed(history)
     job = Job(kind, **options)
     job.happens(part)
@@ -234,7 +234,7 @@ def test_the_launcher_sleeps_where_there_is_nothing_to_watch(history):
     assert job.watchdog.find_hang(job.now_s + 1000) is None
 
 
-def test_what_a_task_said_before_it_was_started_again_does_not_count():
+def test_heartbeats_of_an_earlier_start_are_ignored():
     job = Job("1")
     job.now_s += 10
     job.watchdog.started(*job.tasks, at_s=job.now_s + 0.5)
@@ -262,7 +262,7 @@ phases = st.sampled_from(("step", "save", "validate", "callback", "trace"))
     entered=st.lists(st.tuples(st.sampled_from(WORKERS), phases), max_size=40),
     startup_s=st.floats(0, STARTUP_S + HANG_S - 3),
 )
-def test_no_hang_while_every_task_beats_and_goes_on(gaps_s, entered, startup_s):
+def test_a_job_with_heartbeats_and_progress_does_not_hang(gaps_s, entered, startup_s):
     job = Job()
     assert job.run(startup_s) is None
     news = iter(entered)
