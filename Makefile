@@ -65,7 +65,7 @@ test-all: setup  ## every test
 	$(CPU_ONLY) $(PY) -m pytest -m alone $$(grep -l pytest.mark.alone tests/multiprocess/test_*.py)
 
 coverage: setup  ## the lines of each room that the tests of one process run; with jobs: ARGS="tests/field tests/multiprocess"
-	$(SIDE_BY_SIDE) --cov=tfdist --cov-report=json:build/coverage.json $(ONE_PROCESS) $(ARGS)
+	$(SIDE_BY_SIDE) -m "not alone" --cov=tfdist --cov-report=json:build/coverage.json $(ONE_PROCESS) $(ARGS)
 	$(PY) -m tests.tools.coverage_by_room build/coverage.json
 
 test-mpi: setup  ## two ranks under a real mpirun, which root installs from Debian

@@ -151,8 +151,8 @@ def test_ranks_of_an_mpijob_find_their_peers():
         hosts = [address.rpartition(":")[0] for address in config.cluster.worker]
         assert hosts == [f"{name}-worker-{number}.{name}" for number in range(size)]
         assert config.options.run_dir == "/runs/digits"
-    python, _, module, *words = args[args.index("python") :]
-    assert (python, module) == ("python", "tfdist.train")
+    python, _, module, *words = args[args.index("/opt/tfdist/bin/python") :]
+    assert (python, module) == ("/opt/tfdist/bin/python", "tfdist.train")
     train.parse(words)
 
 

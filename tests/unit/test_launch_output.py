@@ -91,6 +91,8 @@ def test_unfinished_lines_are_kept_within_bounded_memory():
     pieces = [piece for _ in range(3) for piece in splitter.feed(text)] + splitter.end()
     assert b"".join(pieces) == 3 * text
     assert all(len(piece) <= MAX_LINE_BYTES for piece in pieces)
+    pieces = splitter.feed(b"\r" + 2 * text) + splitter.feed(b"\n")
+    assert b"".join(pieces) == 2 * text
 
 
 # one task's output

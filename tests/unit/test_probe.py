@@ -41,6 +41,8 @@ def test_the_first_quarter_of_a_measurement_does_not_count():
     slow, fast = [(0, 0), (9, 1)], [(10, 11), (11, 21), (12, 36), (14, 56), (15, 66), (16, 76)]
     assert rates(slow + fast) == [10, 15, 10, 10, 10]
     assert rates(fast[:3]) == []
+    again = [(0, 0), (1, 10), (2, 20)]  # of a second fit, in a program that ignores the end
+    assert rates(slow + fast + again) == rates(slow + fast)
 
 
 def lines(rate):
@@ -61,7 +63,7 @@ def jobs(monkeypatch, tmp_path):
         if options.strategy == "multiworker":
             failure = {"first_failure": {"cause": "ValueError: no"}}
             (run_dir / "report.json").write_text(json.dumps({"attempts": [failure]}))
-            return 1
+            return 143  # the task's own exit code
         if options.strategy == "ps":
             (run_dir / "metrics.jsonl").write_text(lines(200))
             return interrupted[0] if interrupted else 0

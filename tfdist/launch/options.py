@@ -95,7 +95,7 @@ class LaunchOptions(LaunchFlags):
 
 def _require_free_choice(options: LaunchOptions) -> None:
     """Refuse the options that a probe sets, and the options of another kind of job."""
-    for name in (*_OTHER_JOBS, *_OTHER_PLACES, "dry_run"):
+    for name in (*_OTHER_JOBS, *_OTHER_PLACES, "dry_run", "isolate"):
         if getattr(options, name) not in (None, False, AUTO.name):
             problem = "--probe runs one job of each strategy on this machine"
             _refuse(name, problem, f"leave --{name} or --probe out")

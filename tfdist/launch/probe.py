@@ -92,7 +92,8 @@ def measured(options: LaunchOptions, *, environ: Mapping[str, str], scratch: Pat
                 code = run_job(job, environ=environ, screen=screen)
             except TfdistError as error:
                 problem = str(error)
-        if code in STOP_CODES:
+        failed = any(attempt["first_failure"] for attempt in earlier_attempts(run_dir))
+        if code in STOP_CODES and not failed:
             raise SystemExit(code)
         yield _row(name, changes, run_dir, problem=problem)
 
@@ -131,9 +132,12 @@ def _row(strategy: str, changes: Mapping[str, Any], run_dir: Path, *, problem: s
 def rates(points: Sequence[tuple[float, int]]) -> list[float]:
     """Return the examples per second between points of (seconds, examples), [] if they are too few.
 
-    The first quarter of the points is a warm-up, in which workers may still trace.
+    The first quarter of the points is a warm-up, in which workers may still trace. A program that
+    ignores the end of its first `fit` adds points of other fits, which do not count.
     """
-    warm = points[len(points) // 4 :]
+    later = itertools.pairwise(points)
+    first = 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] < pair[1][0], later))
+    warm = points[first // 4 : first]
     found = [(n - before) / (s - since) for (since, before), (s, n) in itertools.pairwise(warm)]
     return found if len(found) >= _FEWEST else []
 

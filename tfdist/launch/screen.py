@@ -104,12 +104,12 @@ class LineSplitter:
         *whole, rest = (self._rest + data).split(b"\n")
         lines = [piece for line in whole for piece in _pieces(_visible(line))]
         if b"\r" in rest:  # the next text replaces this text, unless a newline follows
-            rest = b"\r" + _visible(rest)[:MAX_LINE_BYTES] + b"\r" * rest.endswith(b"\r")
+            *full, visible = _pieces(_visible(rest))
+            rest = b"\r" + visible + b"\r" * rest.endswith(b"\r")
         else:
             *full, rest = _pieces(rest)
-            lines += full
         self._rest = rest
-        return lines
+        return lines + full
 
     def end(self) -> list[bytes]:
         """Return the unfinished line at the end of the stream."""
