@@ -5,6 +5,7 @@ pyflyte run --remote launch/flyte/train.py digits --run_dir /runs/digits
 """
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,12 +27,9 @@ def train(run_dir: str, workers: int, total_examples: int) -> float:
     program = ["-m", "tfdist.train", "--config=configs/digits_multiworker.py"]
     flags = [f"--config.total_examples={total_examples}", "--config.seed=1"]
     job = subprocess.Popen([sys.executable, *launcher, f"--run_dir={run_dir}", *program, *flags])
-    try:
-        code = job.wait()
-    except BaseException:  # Flyte stops the task: let the job save its state
-        job.terminate()
-        job.wait()
-        raise
+    # Kubernetes stops a pod by SIGTERM: let the job save its state.
+    signal.signal(signal.SIGTERM, lambda *_: job.terminate())
+    code = job.wait()
     if code == 2:
         raise ValueError("the job has a mistake, which its last line names")
     if code:
