@@ -241,6 +241,33 @@ def test_each_device_computes_its_part_of_the_batch():
         assert products == {(n, back): {n + 1} for n in (0, 1) for back in (False, True)}
 
 
+class Encoder(L.Layer):
+    """A layer without an argument for the mask of its input."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.supports_masking = True
+        self.lstm = L.LSTM(3)
+
+    def call(self, x):
+        return self.lstm(x)
+
+    def compute_mask(self, inputs, previous):
+        return None
+
+
+def test_a_divided_layer_keeps_the_mask_of_its_input():
+    found = []
+    for devices in ("CPU:0", ["CPU:0", "CPU:1"]):
+        keras.utils.set_random_seed(1)
+        with PlacedStrategy("/CPU:0", {"encoder": devices}).scope():
+            ids = keras.Input((6,), dtype="int32")
+            x = L.Embedding(10, 4, mask_zero=True)(ids)
+            model = keras.Model(ids, Encoder(name="encoder")(x))
+            found.append(model(X[:5]))
+    np.testing.assert_allclose(*found, atol=1e-6)
+
+
 def test_a_layer_that_needs_the_whole_batch_stays_undivided():
     class Adds(L.Dense):
         def call(self, x):

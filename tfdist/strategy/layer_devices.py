@@ -137,7 +137,7 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
         _require_no_state(layer)
         _require_one_batch(layer, tensors)
         sizes = _sizes(tensors[0], len(place.devices))
-        split = {id(tensor): tf.split(tensor, sizes) for tensor in tensors}
+        split = {id(tensor): _split(tensor, sizes) for tensor in tensors}
 
         def arguments(number: int) -> Any:
             return keras.tree.map_structure(
@@ -238,6 +238,15 @@ def _sizes(tensor: tf.Tensor, parts: int) -> list[Any]:
     batch = tf.shape(tensor)[0] if known is None else known
     sizes = [(batch + parts - 1 - number) // parts for number in range(parts)]
     return sizes if known is None else [size for size in sizes if size] or [0]
+
+
+def _split(tensor: tf.Tensor, sizes: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the parts of a tensor, with their parts of the mask of Keras."""
+    parts, mask = tf.split(tensor, sizes), backend.get_keras_mask(tensor)
+    if mask is not None:
+        for part, part_of_mask in zip(parts, tf.split(mask, sizes), strict=True):
+            backend.set_keras_mask(part, part_of_mask)
+    return parts
 
 
 def _require_no_state(layer: keras.layers.Layer) -> None:
