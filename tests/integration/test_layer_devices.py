@@ -268,6 +268,22 @@ def test_a_divided_layer_keeps_the_mask_of_its_input():
     np.testing.assert_allclose(*found, atol=1e-6)
 
 
+def test_each_part_of_a_batch_inherits_training():
+    """Also if the layer calls an inner layer with `training=False`, as for a frozen base."""
+
+    class Tuned(L.Layer):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.drop, self.base = L.Dropout(0.5, seed=1), L.Dropout(0.5, seed=2)
+
+        def call(self, x):
+            return self.base(self.drop(x), training=False)
+
+    with PlacedStrategy("/CPU:0", {"tuned": ["CPU:0", "CPU:1"]}).scope():
+        found = Tuned(name="tuned")(tf.ones((4, 100)), training=True)
+    assert (np.sum(found == 0, axis=1) > 0).all()
+
+
 def test_a_layer_that_needs_the_whole_batch_stays_undivided():
     class Adds(L.Dense):
         def call(self, x):

@@ -145,11 +145,13 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
                 (args, kwargs),
             )
 
-        losses, results = _num_losses(layer), []
+        context = layer._get_call_context()
+        inherited, losses, results = dict(vars(context)), _num_losses(layer), []
         for number, device in enumerate(place.devices[: len(sizes)]):
             part = _Place(None, place.pattern, (device,))
             with self._on(part, tf.name_scope(f"part_{number}")):
                 own_args, own_kwargs = arguments(number)
+                context.__dict__ = dict(inherited)  # an inner layer may have set `training`
                 results.append(call(layer, *own_args, **own_kwargs))
         if _num_losses(layer) > losses:
             raise _refusal(layer, "it adds a loss in its call")
