@@ -294,6 +294,15 @@ def test_a_layer_that_needs_the_whole_batch_stays_undivided():
         def call(self, x):
             return keras.ops.mean(x, axis=0)
 
+    class Counts(L.Layer):
+        def __init__(self):
+            super().__init__()
+            self.mean = keras.metrics.Mean(name="mean")
+
+        def call(self, x):
+            self.mean.update_state(x)
+            return x
+
     class Two(L.Layer):
         def call(self, x, table):
             return x + table[:1]
@@ -307,13 +316,15 @@ def test_a_layer_that_needs_the_whole_batch_stays_undivided():
         return lambda: strategy.run(call)
 
     for inner, more, reason in (
-        (L.BatchNormalization(name="norm"), (), "BatchNormalization 'norm' has a state of the"),
+        (L.BatchNormalization(name="norm"), (), "updates the variable 'block/norm/moving_mean'"),
         (Adds(2), (), "it adds a loss in its call"),
         (L.Dense(2, activity_regularizer="l2"), (), "it adds a loss in its call"),
+        (Counts(), (), "updates the variable 'mean/total'"),
         (Mean(), (), "its result [3] has no batch axis"),
         (Two(name="block"), (tf.ones((2, 3)),), "different batch sizes ([5, 3], [2, 3])"),
     ):
-        error = refusal(called(inner, *more))
+        training = not isinstance(inner, Counts)
+        error = refusal(called(inner, *more, training=training))
         assert (error.where, error.code) == ("placement", "divided-layer")
         assert reason in str(error)
     strategy = PlacedStrategy("/CPU:0", {"mean": ["CPU:0", "CPU:1"]})
@@ -326,6 +337,9 @@ def test_a_layer_that_needs_the_whole_batch_stays_undivided():
     frozen = L.BatchNormalization()
     frozen.trainable = False
     called(frozen)()
+    known = L.Normalization()
+    known.adapt(np.eye(5, 3))
+    called(known)()
 
 
 PROGRAM = """
