@@ -78,7 +78,14 @@ class OptunaOracle(keras_tuner.Oracle):
 def require_supported(tuner: str, hyperparameters: Any) -> None:
     """Raise UsageError if a sampler of Optuna cannot search a space."""
     where, space = f"--tuner {tuner}", hyperparameters.space
-    for one in space:
+    for number, one in enumerate(space):
+        require(
+            all(one.name != other.name for other in space[:number]),
+            where,
+            f"{one.name} is defined twice, and Optuna needs a name for each distribution",
+            fix="give each hyperparameter its own name",
+            code="unsupported-space",
+        )
         require(
             getattr(one, "sampling", None) != "reverse_log" or one.step is not None,
             where,
