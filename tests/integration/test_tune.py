@@ -232,6 +232,8 @@ def test_the_values_of_the_journal_are_kept(tmp_path):
     [
         ("tpe", LINE.replace('"log"', '"reverse_log"'), "learning_rate has sampling='reverse_log'"),
         ("cmaes", 'def space(hp, c):\n    hp.Choice("d", [1, 2])\n', "no Int or Float"),
+        ("cmaes", 'def space(hp, c):\n    hp.Int("a", 1, 2, step=2)\n', "no Int or Float"),
+        ("cmaes", 'def space(hp, c):\n    hp.Float("a", 2.0, 2.0)\n', "no Int or Float"),
         ("cmaes", SPACE, "momentum is conditional"),
         ("tpe", TWICE, "learning_rate is defined twice"),
     ],
