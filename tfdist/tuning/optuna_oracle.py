@@ -61,10 +61,10 @@ class OptunaOracle(keras_tuner.Oracle):
 
     def _new_sampler(self, number: int) -> Any:
         seed = int(np.random.SeedSequence((self.seed, number)).generate_state(1)[0])
-        if self._tuner == "cmaes":
-            return optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
-        samplers = {"tpe": optuna.samplers.TPESampler, "gp": optuna.samplers.GPSampler}
-        return samplers[self._tuner](seed=seed)
+        if self._tuner == "tpe":
+            return optuna.samplers.TPESampler(seed=seed)
+        samplers = {"cmaes": optuna.samplers.CmaEsSampler, "gp": optuna.samplers.GPSampler}
+        return samplers[self._tuner](seed=seed, warn_independent_sampling=False)
 
     def _as_params(self, values: Mapping[str, Any]) -> dict[str, Any]:
         space = {one.name: _stepped(one) for one in self.hyperparameters.space}
