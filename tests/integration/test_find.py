@@ -150,6 +150,7 @@ def test_invalid_arguments_are_refused(strategies):
     assert find(lowest=0.0) == ("lowest", "not-a-number")
     assert find(lowest=1.0, highest=0.1) == ("highest", "not-a-number")
     assert find(diverges_at=1.0) == ("diverges_at", "not-a-number")
+    assert find(smoothing=1.0) == find(smoothing=1.5) == ("smoothing", "not-a-number")
     found = tfdist.find_learning_rate(without_draws(strategies[1]), X * np.nan, Y, 16, steps=10)
     assert (found.suggestion, found.diverged) == (None, True)
 
@@ -197,6 +198,8 @@ def test_a_loss_that_never_falls_has_no_suggestion():
     found = read(RATES, [1.0 + n for n in range(61)], smoothing=0.0)
     assert (found.suggestion, found.steepest) == (None, None)
     assert "never fell" in str(found)
+    for losses in ([math.nan], [2.0, math.nan]):
+        assert "the loss became nan" in str(read(RATES, losses, smoothing=0.0))
 
 
 @pytest.mark.parametrize("last", [math.nan, math.inf, 9.0])

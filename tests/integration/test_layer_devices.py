@@ -241,6 +241,49 @@ def test_each_device_computes_its_part_of_the_batch():
         assert products == {(n, back): {n + 1} for n in (0, 1) for back in (False, True)}
 
 
+class Encoder(L.Layer):
+    """A layer without an argument for the mask of its input."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.supports_masking = True
+        self.lstm = L.LSTM(3)
+
+    def call(self, x):
+        return self.lstm(x)
+
+    def compute_mask(self, inputs, previous):
+        return None
+
+
+def test_a_divided_layer_keeps_the_mask_of_its_input():
+    found = []
+    for devices in ("CPU:0", ["CPU:0", "CPU:1"]):
+        keras.utils.set_random_seed(1)
+        with PlacedStrategy("/CPU:0", {"encoder": devices}).scope():
+            ids = keras.Input((6,), dtype="int32")
+            x = L.Embedding(10, 4, mask_zero=True)(ids)
+            model = keras.Model(ids, Encoder(name="encoder")(x))
+            found.append(model(X[:5]))
+    np.testing.assert_allclose(*found, atol=1e-6)
+
+
+def test_each_part_of_a_batch_inherits_training():
+    """Also if the layer calls an inner layer with `training=False`, as for a frozen base."""
+
+    class Tuned(L.Layer):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.drop, self.base = L.Dropout(0.5, seed=1), L.Dropout(0.5, seed=2)
+
+        def call(self, x):
+            return self.base(self.drop(x), training=False)
+
+    with PlacedStrategy("/CPU:0", {"tuned": ["CPU:0", "CPU:1"]}).scope():
+        found = Tuned(name="tuned")(tf.ones((4, 100)), training=True)
+    assert (np.sum(found == 0, axis=1) > 0).all()
+
+
 def test_a_layer_that_needs_the_whole_batch_stays_undivided():
     class Adds(L.Dense):
         def call(self, x):
@@ -250,6 +293,15 @@ def test_a_layer_that_needs_the_whole_batch_stays_undivided():
     class Mean(L.Layer):
         def call(self, x):
             return keras.ops.mean(x, axis=0)
+
+    class Counts(L.Layer):
+        def __init__(self):
+            super().__init__()
+            self.mean = keras.metrics.Mean(name="mean")
+
+        def call(self, x):
+            self.mean.update_state(x)
+            return x
 
     class Two(L.Layer):
         def call(self, x, table):
@@ -264,13 +316,15 @@ def test_a_layer_that_needs_the_whole_batch_stays_undivided():
         return lambda: strategy.run(call)
 
     for inner, more, reason in (
-        (L.BatchNormalization(name="norm"), (), "BatchNormalization 'norm' has a state of the"),
+        (L.BatchNormalization(name="norm"), (), "updates the variable 'block/norm/moving_mean'"),
         (Adds(2), (), "it adds a loss in its call"),
         (L.Dense(2, activity_regularizer="l2"), (), "it adds a loss in its call"),
+        (Counts(), (), "updates the variable 'mean/total'"),
         (Mean(), (), "its result [3] has no batch axis"),
         (Two(name="block"), (tf.ones((2, 3)),), "different batch sizes ([5, 3], [2, 3])"),
     ):
-        error = refusal(called(inner, *more))
+        training = not isinstance(inner, Counts)
+        error = refusal(called(inner, *more, training=training))
         assert (error.where, error.code) == ("placement", "divided-layer")
         assert reason in str(error)
     strategy = PlacedStrategy("/CPU:0", {"mean": ["CPU:0", "CPU:1"]})
@@ -283,6 +337,9 @@ def test_a_layer_that_needs_the_whole_batch_stays_undivided():
     frozen = L.BatchNormalization()
     frozen.trainable = False
     called(frozen)()
+    known = L.Normalization()
+    known.adapt(np.eye(5, 3))
+    called(known)()
 
 
 PROGRAM = """

@@ -38,6 +38,14 @@ def space(hp, config):
                 if config.momentum == 0.9:
                     config.clip_norm = hp.Float("clip_norm", 0.5, 2.0)
 """
+TWICE = """
+def space(hp, config):
+    optimizer = hp.Choice("optimizer", ["adam", "sgd"])
+    for name, most in (("adam", 0.1), ("sgd", 1.0)):
+        with hp.conditional_scope("optimizer", [name]):
+            if optimizer == name:
+                hp.Float("learning_rate", 0.0, most, step=most / 4)
+"""
 LINE = """
 def space(hp, config):
     config.learning_rate = hp.Float("learning_rate", 1e-4, 1e-1, sampling="log")
@@ -219,12 +227,22 @@ def test_the_values_of_the_journal_are_kept(tmp_path):
         assert search.ask().trial == "2"
 
 
+@pytest.mark.parametrize("tuner", ["cmaes", "gp"])
+def test_random_values_of_a_trial_are_no_warnings(tmp_path, tuner):
+    """Optuna would warn in each trial of each value in a conditional scope."""
+    oracle = search_of(tuner, space_of(tmp_path, LINE), tmp_path, [], max_trials=3)._oracle
+    assert oracle._new_sampler(0)._warn_independent_sampling is False
+
+
 @pytest.mark.parametrize(
     ("tuner", "source", "says"),
     [
         ("tpe", LINE.replace('"log"', '"reverse_log"'), "learning_rate has sampling='reverse_log'"),
         ("cmaes", 'def space(hp, c):\n    hp.Choice("d", [1, 2])\n', "no Int or Float"),
+        ("cmaes", 'def space(hp, c):\n    hp.Int("a", 1, 2, step=2)\n', "no Int or Float"),
+        ("cmaes", 'def space(hp, c):\n    hp.Float("a", 2.0, 2.0)\n', "no Int or Float"),
         ("cmaes", SPACE, "momentum is conditional"),
+        ("tpe", TWICE, "learning_rate is defined twice"),
     ],
 )
 def test_spaces_that_optuna_cannot_search_are_refused(tmp_path, tuner, source, says):

@@ -72,6 +72,13 @@ def find_learning_rate(  # noqa: D417, PLR0913
     require_int("steps", steps, least=10)
     require_number("diverges_at", diverges_at, above=1)
     require_number("smoothing", smoothing, least=0)
+    require(
+        smoothing < 1,
+        "smoothing",
+        f"{smoothing} is not below 1",
+        fix="pass the weight of the previous mean, such as 0.9",
+        code="not-a-number",
+    )
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     require(
         not getattr(optimizer, "optimizers", ()),
@@ -253,7 +260,9 @@ class LearningRates:
     def __str__(self) -> str:
         tried = f"{len(self.rates)} steps from {self.rates[0]:.3g} to {self.rates[-1]:.3g}"
         if self.suggestion is None:
-            return f"no suggestion: the loss never fell in {tried}"
+            last = self.losses[-1]
+            problem = "never fell" if math.isfinite(last) else f"became {last}"
+            return f"no suggestion: the loss {problem} in {tried}"
         return (
             f"learning rate {self.suggestion:.3g} (the loss falls fastest at {self.steepest:.3g}, "
             f"is lowest at {self.lowest:.3g}; {tried})"

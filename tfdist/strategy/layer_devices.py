@@ -38,6 +38,7 @@ class _Place(NamedTuple):
     layer: Any
     pattern: str
     devices: tuple[str, ...]
+    divided: Any = None  # the layer, while a part of its batch is computed
 
 
 class PlacedStrategy(tf.distribute.OneDeviceStrategy):
@@ -50,8 +51,8 @@ class PlacedStrategy(tf.distribute.OneDeviceStrategy):
         layer's devices.
 
     Raises:
-      UsageError: a device does not exist. Or a layer on several devices has batch statistics or
-        another state, adds a loss, or returns a result without a batch axis.
+      UsageError: a device does not exist. Or the call of a layer on several devices updates a
+        variable, adds a loss, or returns a result without a batch axis.
       re.error: a pattern is not a regular expression.
     """
 
@@ -134,10 +135,10 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
         tensors = [value for value in keras.tree.flatten((args, kwargs)) if _has_batch(value)]
         if not tensors or backend.in_stateless_scope():  # shapes are inferred
             return call(layer, *args, **kwargs)
-        _require_no_state(layer)
+        _require_not_stateful(layer)
         _require_one_batch(layer, tensors)
         sizes = _sizes(tensors[0], len(place.devices))
-        split = {id(tensor): tf.split(tensor, sizes) for tensor in tensors}
+        split = {id(tensor): _split(tensor, sizes) for tensor in tensors}
 
         def arguments(number: int) -> Any:
             return keras.tree.map_structure(
@@ -145,15 +146,23 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
                 (args, kwargs),
             )
 
-        losses, results = _num_losses(layer), []
+        context = layer._get_call_context()
+        inherited, losses, results = dict(vars(context)), _num_losses(layer), []
         for number, device in enumerate(place.devices[: len(sizes)]):
-            part = _Place(None, place.pattern, (device,))
+            part = _Place(None, place.pattern, (device,), divided=layer)
             with self._on(part, tf.name_scope(f"part_{number}")):
                 own_args, own_kwargs = arguments(number)
+                context.__dict__ = dict(inherited)  # an inner layer may have set `training`
                 results.append(call(layer, *own_args, **own_kwargs))
         if _num_losses(layer) > losses:
             raise _refusal(layer, "it adds a loss in its call")
         return keras.tree.map_structure(lambda *parts: _gathered(layer, parts, sizes), *results)
+
+    def require_no_part(self, variable: keras.Variable) -> None:
+        """Raise UsageError if a part of a batch updates a variable, except the seed of draws."""
+        for place in self._within:
+            if place.divided is not None and variable.name != "seed_generator_state":
+                raise _refusal(place.divided, f"its call updates the variable {variable.path!r}")
 
     def _create_variable(self, next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         if kwargs.get("colocate_with") is not None or not self._within:
@@ -208,6 +217,7 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
 def _follow_layers() -> None:
     """Patch Keras' layers once a process, so that they use the placement of their strategy."""
     original, call = keras.layers.Layer._open_name_scope, Operation.__call__
+    assign = keras.Variable.assign
 
     @functools.wraps(original)
     def open_name_scope(self: keras.layers.Layer) -> Any:
@@ -221,8 +231,16 @@ def _follow_layers() -> None:
             return call(self, *args, **kwargs)
         return extended.call(call, self, args, kwargs)
 
+    @functools.wraps(assign)
+    def assign_to_whole(self: keras.Variable, value: Any) -> Any:
+        extended = tf.distribute.get_strategy().extended
+        if isinstance(extended, _PlacedExtended):
+            extended.require_no_part(self)
+        return assign(self, value)
+
     keras.layers.Layer._open_name_scope = open_name_scope
     Operation.__call__ = call_on_devices
+    keras.Variable.assign = assign_to_whole
 
 
 # Parts of a batch on several devices.
@@ -240,14 +258,20 @@ def _sizes(tensor: tf.Tensor, parts: int) -> list[Any]:
     return sizes if known is None else [size for size in sizes if size] or [0]
 
 
-def _require_no_state(layer: keras.layers.Layer) -> None:
-    """Raise UsageError if a call changes a variable, which would depend on the parts."""
-    training = layer._get_call_context().get_value("training")
+def _split(tensor: tf.Tensor, sizes: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the parts of a tensor, with their parts of the mask of Keras."""
+    parts, mask = tf.split(tensor, sizes), backend.get_keras_mask(tensor)
+    if mask is not None:
+        for part, part_of_mask in zip(parts, tf.split(mask, sizes), strict=True):
+            backend.set_keras_mask(part, part_of_mask)
+    return parts
+
+
+def _require_not_stateful(layer: keras.layers.Layer) -> None:
     for inner in layer._flatten_layers():
-        is_updated = training and inner.trainable and inner._non_trainable_variables
-        if is_updated or getattr(inner, "stateful", False):
+        if getattr(inner, "stateful", False):
             kind = type(inner).__name__
-            raise _refusal(layer, f"its {kind} {inner.name!r} updates a state from the whole batch")
+            raise _refusal(layer, f"its {kind} {inner.name!r} has a state for the whole batch")
 
 
 def _require_one_batch(layer: keras.layers.Layer, tensors: Sequence[tf.Tensor]) -> None:

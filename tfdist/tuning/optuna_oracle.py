@@ -61,10 +61,10 @@ class OptunaOracle(keras_tuner.Oracle):
 
     def _new_sampler(self, number: int) -> Any:
         seed = int(np.random.SeedSequence((self.seed, number)).generate_state(1)[0])
-        if self._tuner == "cmaes":
-            return optuna.samplers.CmaEsSampler(seed=seed, warn_independent_sampling=False)
-        samplers = {"tpe": optuna.samplers.TPESampler, "gp": optuna.samplers.GPSampler}
-        return samplers[self._tuner](seed=seed)
+        if self._tuner == "tpe":
+            return optuna.samplers.TPESampler(seed=seed)
+        samplers = {"cmaes": optuna.samplers.CmaEsSampler, "gp": optuna.samplers.GPSampler}
+        return samplers[self._tuner](seed=seed, warn_independent_sampling=False)
 
     def _as_params(self, values: Mapping[str, Any]) -> dict[str, Any]:
         space = {one.name: _stepped(one) for one in self.hyperparameters.space}
@@ -78,7 +78,14 @@ class OptunaOracle(keras_tuner.Oracle):
 def require_supported(tuner: str, hyperparameters: Any) -> None:
     """Raise UsageError if a sampler of Optuna cannot search a space."""
     where, space = f"--tuner {tuner}", hyperparameters.space
-    for one in space:
+    for number, one in enumerate(space):
+        require(
+            all(one.name != other.name for other in space[:number]),
+            where,
+            f"{one.name} is defined twice, and Optuna needs a name for each distribution",
+            fix="give each hyperparameter its own name",
+            code="unsupported-space",
+        )
         require(
             getattr(one, "sampling", None) != "reverse_log" or one.step is not None,
             where,
@@ -94,9 +101,9 @@ def require_supported(tuner: str, hyperparameters: Any) -> None:
             code="unsupported-space",
         )
     require(
-        tuner != "cmaes" or any(type(one).__name__ in ("Int", "Float") for one in space),
+        tuner != "cmaes" or any(_is_range(one) and _has_several_values(one) for one in space),
         where,
-        "the search space has no Int or Float, and CMA-ES draws all other values at random",
+        "no Int or Float has several values, and CMA-ES draws all other values at random",
         fix="use --tuner tpe",
         code="unsupported-space",
     )
@@ -107,11 +114,18 @@ def _stepped(one: Any) -> list[Any] | None:
 
     Optuna has no step on a logarithmic scale. KerasTuner computes floats with a step differently.
     """
-    is_range = type(one).__name__ in ("Int", "Float")
-    if not is_range or one.step is None or _is_linear_int(one):
+    if not _is_range(one) or one.step is None or _is_linear_int(one):
         return None
     count = one._get_n_values()
     return [one.prob_to_value((index + 0.5) / count) for index in range(count)]
+
+
+def _is_range(one: Any) -> bool:
+    return type(one).__name__ in ("Int", "Float")
+
+
+def _has_several_values(one: Any) -> bool:
+    return bool(one.min_value < one.max_value if one.step is None else one._get_n_values() > 1)
 
 
 def _is_linear_int(one: Any) -> bool:
