@@ -16,10 +16,13 @@ import time
 import traceback
 import types
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from keras.src.callbacks import CallbackList
 
+from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import hold_ports
 from tfdist.cluster.address import split_address
 from tfdist.elastic import host_links
@@ -33,6 +36,7 @@ from tfdist.launch.membership import Fence, Go, Membership, View
 from tfdist.launch.multihost.hosts import certificate
 from tfdist.strategy import broadcast
 from tfdist.strategy import job as jobs
+from tfdist.training import resume
 from tfdist.training.succession import Succession
 
 SHARDS, STEPS, DEADLINE_S = 4, 40, 60.0
@@ -318,6 +322,21 @@ def test_callback_states_survive_a_chief_lost_while_sharing():
         return "done"
 
     assert Job(2, program).run() == {"done"}
+
+
+def test_a_successor_waits_until_the_lost_chief_has_exited(monkeypatch, caplog):
+    """A chief on a lost host holds the lock of its checkpoints for its grace period."""
+    monkeypatch.setattr(resume, "_AGAIN_S", 0.0)
+    held = [SecondWriter("backup", "process 7 writes there", fix="wait", code="second-writer")] * 2
+    job = types.SimpleNamespace(is_chief=False, name="worker-1", ring=None, config=None)
+    backup = Mock(store=None)
+    backup.prepare.side_effect = [*held, None, None]
+    backup.on_train_begin.side_effect = backup.prepare
+    succession = Succession(job)
+    job.is_chief = True
+    succession.take_over(CallbackList([]), [backup], step=0)
+    assert backup.on_train_begin.call_count == 1
+    assert "waiting for the lost chief to exit" in caplog.text
 
 
 @contextlib.contextmanager
