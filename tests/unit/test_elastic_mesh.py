@@ -11,7 +11,9 @@ import signal
 import socket
 import ssl
 import struct
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import types
@@ -292,6 +294,65 @@ def test_a_member_that_cannot_be_reached_is_named(monkeypatch):
         links.use(PEM())
         with pytest.raises(ConnectionError, match=f"worker-0 at {held[0].address}"):
             links.meet({0}, 1, control, lambda: None)
+
+
+def of_the_past(pem: str) -> str:
+    """Return the key, with a certificate that is not valid today."""
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(pem)
+        file.flush()
+        words = f"openssl x509 -in {file.name} -signkey {file.name} -days -1"
+        signed = subprocess.run(words.split(), capture_output=True, text=True, check=True).stdout
+    return pem[: pem.index("-----BEGIN CERTIFICATE")] + signed
+
+
+def of_a_site(tmp_path, monkeypatch) -> str:
+    """Return the certificate on a host whose openssl makes certificates of servers."""
+    (tmp_path / "site.cnf").write_text(
+        "[req]\ndistinguished_name = dn\nx509_extensions = v3\n"
+        "[dn]\n[v3]\nextendedKeyUsage = serverAuth\n"
+    )
+    monkeypatch.setenv("OPENSSL_CONF", str(tmp_path / "site.cnf"))
+    return certificate()
+
+
+@contextlib.contextmanager
+def two_hosts(pem: str):
+    """Yield the links of two members, and an end of a socket for the messages to each."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(port) for port in hold_ports(2)]
+        ends = [stack.enter_context(end) for end in socket.socketpair()]
+        addresses = {member: port.address for member, port in enumerate(held)}
+        links = [HostLinks(member, addresses) for member in addresses]
+        for each in links:
+            stack.callback(each.close)
+            each.use(pem)
+        yield links, ends
+
+
+@pytest.mark.parametrize("kind", ["past", "site", "other view"])
+def test_only_an_accepted_connection_counts(kind, tmp_path, monkeypatch):
+    """The clock and the settings of a site do not matter. The server refuses a member too late."""
+    monkeypatch.setattr(host_links, "_UNREACHABLE_S", 0.0)
+    pem = of_a_site(tmp_path, monkeypatch)
+    pem = of_the_past(pem) if kind == "past" else pem
+    with two_hosts(pem) as (links, ends), ThreadPoolExecutor() as pool:
+
+        def hear() -> None:
+            if select.select([ends[0]], [], [], 0)[0]:
+                raise InterruptedError
+
+        accepted = pool.submit(links[0].meet, {1}, 1, ends[0], hear)
+        try:
+            if kind == "other view":
+                with pytest.raises(ConnectionError, match="no connection to worker-0"):
+                    links[1].meet({0}, 2, ends[1], lambda: None)
+                return
+            (reached,) = links[1].meet({0}, 1, ends[1], lambda: None).values()
+            reached.close()
+            accepted.result(DEADLINE_S)[1].close()
+        finally:
+            ends[1].send(b"x")
 
 
 def job_of(mesh: Mesh) -> jobs.Job:
