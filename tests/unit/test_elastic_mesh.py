@@ -349,10 +349,33 @@ def test_only_an_accepted_connection_counts(kind, tmp_path, monkeypatch):
                     links[1].meet({0}, 2, ends[1], lambda: None)
                 return
             (reached,) = links[1].meet({0}, 1, ends[1], lambda: None).values()
-            reached.close()
-            accepted.result(DEADLINE_S)[1].close()
+            with reached, accepted.result(DEADLINE_S)[1] as other:
+                for one in (reached, other):
+                    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         finally:
             ends[1].send(b"x")
+
+
+@pytest.mark.parametrize("limit", ["_MOST_CLIENTS", "_CONNECT_S"])
+def test_silent_strangers_are_disconnected(limit, monkeypatch):
+    monkeypatch.setattr(host_links, limit, {"_MOST_CLIENTS": 1, "_CONNECT_S": 0.0}[limit])
+    with two_hosts(PEM()) as (links, ends), contextlib.ExitStack() as stack:
+        address = split_address(links[0]._addresses[0])
+        first, _ = (
+            stack.enter_context(socket.create_connection(address, DEADLINE_S / 6)) for _ in range(2)
+        )
+        pool = stack.enter_context(ThreadPoolExecutor())
+
+        def hear() -> None:
+            if select.select([ends[0]], [], [], 0)[0]:
+                raise InterruptedError
+
+        accepted = pool.submit(links[0].accept, {1}, 1, ends[0], hear)
+        try:
+            assert first.recv(1) == b""
+        finally:
+            ends[1].send(b"x")
+        assert isinstance(accepted.exception(DEADLINE_S), InterruptedError)
 
 
 def job_of(mesh: Mesh) -> jobs.Job:
