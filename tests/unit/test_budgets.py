@@ -23,7 +23,7 @@ SURFACE = Path(__file__).parent / "data" / "surface.txt"
 LINES = {
     "basics": 971,  # errors, files, phases, argument_parser, loopback: what every room may import
     "cluster": 1_865,
-    "launch": 8_624,
+    "launch": 8_625,
     "strategy": 3_288,
     "data": 2_669,
     "checkpoint": 2_804,
