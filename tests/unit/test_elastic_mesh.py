@@ -11,15 +11,20 @@ import signal
 import socket
 import ssl
 import struct
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import types
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from keras.src.callbacks import CallbackList
 
+from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import hold_ports
 from tfdist.cluster.address import split_address
 from tfdist.elastic import host_links
@@ -33,6 +38,7 @@ from tfdist.launch.membership import Fence, Go, Membership, View
 from tfdist.launch.multihost.hosts import certificate
 from tfdist.strategy import broadcast
 from tfdist.strategy import job as jobs
+from tfdist.training import resume
 from tfdist.training.succession import Succession
 
 SHARDS, STEPS, DEADLINE_S = 4, 40, 60.0
@@ -290,6 +296,88 @@ def test_a_member_that_cannot_be_reached_is_named(monkeypatch):
             links.meet({0}, 1, control, lambda: None)
 
 
+def of_the_past(pem: str) -> str:
+    """Return the key, with a certificate that is not valid today."""
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(pem)
+        file.flush()
+        words = f"openssl x509 -in {file.name} -signkey {file.name} -days -1"
+        signed = subprocess.run(words.split(), capture_output=True, text=True, check=True).stdout
+    return pem[: pem.index("-----BEGIN CERTIFICATE")] + signed
+
+
+def of_a_site(tmp_path, monkeypatch) -> str:
+    """Return the certificate on a host whose openssl makes certificates of servers."""
+    (tmp_path / "site.cnf").write_text(
+        "[req]\ndistinguished_name = dn\nx509_extensions = v3\n"
+        "[dn]\n[v3]\nextendedKeyUsage = serverAuth\n"
+    )
+    monkeypatch.setenv("OPENSSL_CONF", str(tmp_path / "site.cnf"))
+    return certificate()
+
+
+@contextlib.contextmanager
+def two_hosts(pem: str):
+    """Yield the links of two members, and an end of a socket for the messages to each."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(port) for port in hold_ports(2)]
+        ends = [stack.enter_context(end) for end in socket.socketpair()]
+        addresses = {member: port.address for member, port in enumerate(held)}
+        links = [HostLinks(member, addresses) for member in addresses]
+        for each in links:
+            stack.callback(each.close)
+            each.use(pem)
+        yield links, ends
+
+
+@pytest.mark.parametrize("kind", ["past", "site", "other view"])
+def test_only_an_accepted_connection_counts(kind, tmp_path, monkeypatch):
+    """The clock and the settings of a site do not matter. The server refuses a member too late."""
+    monkeypatch.setattr(host_links, "_UNREACHABLE_S", 0.0)
+    pem = of_a_site(tmp_path, monkeypatch)
+    pem = of_the_past(pem) if kind == "past" else pem
+    with two_hosts(pem) as (links, ends), ThreadPoolExecutor() as pool:
+
+        def hear() -> None:
+            if select.select([ends[0]], [], [], 0)[0]:
+                raise InterruptedError
+
+        accepted = pool.submit(links[0].meet, {1}, 1, ends[0], hear)
+        try:
+            if kind == "other view":
+                with pytest.raises(ConnectionError, match="no connection to worker-0"):
+                    links[1].meet({0}, 2, ends[1], lambda: None)
+                return
+            (reached,) = links[1].meet({0}, 1, ends[1], lambda: None).values()
+            with reached, accepted.result(DEADLINE_S)[1] as other:
+                for one in (reached, other):
+                    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        finally:
+            ends[1].send(b"x")
+
+
+@pytest.mark.parametrize("limit", ["_MOST_CLIENTS", "_CONNECT_S"])
+def test_silent_strangers_are_disconnected(limit, monkeypatch):
+    monkeypatch.setattr(host_links, limit, {"_MOST_CLIENTS": 1, "_CONNECT_S": 0.0}[limit])
+    with two_hosts(PEM()) as (links, ends), contextlib.ExitStack() as stack:
+        address = split_address(links[0]._addresses[0])
+        first, _ = (
+            stack.enter_context(socket.create_connection(address, DEADLINE_S / 6)) for _ in range(2)
+        )
+        pool = stack.enter_context(ThreadPoolExecutor())
+
+        def hear() -> None:
+            if select.select([ends[0]], [], [], 0)[0]:
+                raise InterruptedError
+
+        accepted = pool.submit(links[0].accept, {1}, 1, ends[0], hear)
+        try:
+            assert first.recv(1) == b""
+        finally:
+            ends[1].send(b"x")
+        assert isinstance(accepted.exception(DEADLINE_S), InterruptedError)
+
+
 def job_of(mesh: Mesh) -> jobs.Job:
     return jobs.Job(strategy=None, kind=KINDS["elastic"], ring=mesh, shards=SHARDS)
 
@@ -318,6 +406,21 @@ def test_callback_states_survive_a_chief_lost_while_sharing():
         return "done"
 
     assert Job(2, program).run() == {"done"}
+
+
+def test_a_successor_waits_until_the_lost_chief_has_exited(monkeypatch, caplog):
+    """A chief on a lost host holds the lock of its checkpoints for its grace period."""
+    monkeypatch.setattr(resume, "_AGAIN_S", 0.0)
+    held = [SecondWriter("backup", "process 7 writes there", fix="wait", code="second-writer")] * 2
+    job = types.SimpleNamespace(is_chief=False, name="worker-1", ring=None, config=None)
+    backup = Mock(store=None)
+    backup.prepare.side_effect = [*held, None, None]
+    backup.on_train_begin.side_effect = backup.prepare
+    succession = Succession(job)
+    job.is_chief = True
+    succession.take_over(CallbackList([]), [backup], step=0)
+    assert backup.on_train_begin.call_count == 1
+    assert "waiting for the lost chief to exit" in caplog.text
 
 
 @contextlib.contextmanager

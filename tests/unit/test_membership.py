@@ -219,6 +219,29 @@ def test_members_end_with_the_same_results_in_every_history(first):
         assert len(results) <= 1, f"seed {seed}"
 
 
+def test_a_joining_task_knocks_again_if_the_source_of_its_state_is_lost():
+    membership = Membership(expected=3)
+    for member in range(3):
+        membership.ready(member)
+    for member in range(3):
+        membership.acked(member, 1, 0)
+    membership.ready(3)
+    membership.knocked(3)
+    membership.admitted(3, 1)
+    for member in (1, 2, 3):
+        membership.acked(member, 2, 6 if member < 3 else -1)
+    (go,) = membership.acked(0, 2, 6, has_state=True)
+    assert (go.source, go.joining) == (0, (3,))
+    membership.lost(0)  # before it has sent the state
+    for member in (1, 2):
+        membership.acked(member, 3, 6)
+    assert membership.acked(3, 3, -1) == [View(4, (1, 2))]
+    membership.acked(1, 4, 6)
+    _, knock = membership.acked(2, 4, 6)
+    assert knock == Knock(3, 1)
+    assert membership.admitted(3, 4) == [View(5, (1, 2, 3))]
+
+
 WORKERS = [Task("worker", index) for index in range(3)]
 
 

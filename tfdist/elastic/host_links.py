@@ -8,21 +8,30 @@ neither read the tensors nor take part.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from tfdist.cluster.address import split_address
 from tfdist.cluster.local_only import listen
+from tfdist.strategy.ring import exactly, prepared
 
 _HELLO = struct.Struct("<II")  # number of the view, member
 _CONNECT_S = 5.0
 _UNREACHABLE_S = 20.0  # a lost member has left the view by then
+_MOST_CLIENTS = 64  # without a hello. Strangers may connect too
+_LOOK_EVERY_MS = 1000
+_PAUSE_S = 0.1
+_TAKEN = b"+"
+"""Answer to the hello. In TLS 1.3, a client ends its handshake before the server refuses it."""
+_NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME: the clocks of two hosts may differ
 LESSON = 0
 """In place of the view in a connection that brings earlier results. The first view is 1."""
 NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -30,6 +39,15 @@ NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 _T = TypeVar("_T")
 _Steps = Generator[int, None, _T]
+
+
+@dataclass(slots=True)
+class _Client:
+    """A connection before its first message, and the events to wait for."""
+
+    steps: _Steps[bytes]
+    since_s: float
+    flags: int = select.POLLIN
 
 
 class HostLinks:
@@ -93,11 +111,13 @@ class HostLinks:
             select.select([control], [], [], 0.1)
 
     def connect(self, peer: int, epoch: int, *, timeout_s: float | None) -> ssl.SSLSocket:
-        """Connect to a member, or raise OSError."""
+        """Connect to a member that accepts this connection, or raise OSError."""
         raw = socket.create_connection(split_address(self._addresses[peer]), timeout_s)
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end = self._contexts[0].wrap_socket(raw)
-        end.sendall(_HELLO.pack(epoch, self._member))
+        with contextlib.ExitStack() as stack:
+            end = stack.enter_context(self._contexts[0].wrap_socket(prepared(raw)))
+            end.sendall(_HELLO.pack(epoch, self._member))
+            exactly(end, len(_TAKEN))
+            stack.pop_all()
         return end
 
     def accept(
@@ -109,45 +129,79 @@ class HostLinks:
     ) -> dict[int, ssl.SSLSocket]:
         """Return the connections of members, and close all others. A silent one delays no other."""
         found: dict[int, ssl.SSLSocket] = {}
-        trying: dict[ssl.SSLSocket, tuple[_Steps[bytes], int]] = {}
+        clients = self._clients(control, hear)
         try:
             while len(found) < len(peers):
-                poll = select.poll()
-                for one in (control, self._listener):
-                    poll.register(one, select.POLLIN)
-                for end, (_, flags) in trying.items():
-                    poll.register(end, flags)
-                poll.poll()
-                hear()
-                with contextlib.suppress(OSError):
-                    raw, _ = self._listener.accept()
-                    raw.setblocking(False)
-                    raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    end = self._contexts[1].wrap_socket(
-                        raw, server_side=True, do_handshake_on_connect=False
-                    )
-                    trying[end] = _hello_of(end), select.POLLIN
-                for end, (steps, _) in list(trying.items()):
-                    try:
-                        trying[end] = steps, next(steps)
-                    except StopIteration as done:
-                        its_epoch, member = _HELLO.unpack(done.value)
-                        del trying[end]
-                        if its_epoch == epoch and member in peers and member not in found:
-                            found[member] = end
-                        else:
-                            end.close()
-                    except OSError:  # a stranger, or a member that has exited
-                        del trying[end]
-                        end.close()
+                end, its_epoch, member = next(clients)
+                if its_epoch == epoch and member in peers and member not in found:
+                    with contextlib.suppress(OSError):  # its exit is an event of its own
+                        end.send(_TAKEN)
+                    found[member] = end
+                else:
+                    end.close()
         except BaseException:
             for end in found.values():
                 end.close()
             raise
         finally:
+            clients.close()
+        return found
+
+    def _clients(
+        self, control: socket.socket, hear: Callable[[], None]
+    ) -> Generator[tuple[ssl.SSLSocket, int, int], None, None]:
+        """Yield each client that has said hello, with its view and member."""
+        trying: dict[ssl.SSLSocket, _Client] = {}  # oldest first
+        try:
+            while True:
+                ready = self._ready(control, trying)
+                hear()
+                for end in self._waiting():
+                    trying[end] = _Client(_hello_of(end), time.monotonic())
+                for client in list(trying.values())[:-_MOST_CLIENTS]:
+                    client.since_s = -math.inf
+                for end, client in list(trying.items()):
+                    try:
+                        if end.fileno() in ready:
+                            client.flags = next(client.steps)
+                        elif time.monotonic() > client.since_s + _CONNECT_S:
+                            raise ConnectionError("the client is silent")
+                    except StopIteration as done:
+                        del trying[end]
+                        yield end, *_HELLO.unpack(done.value)
+                    except OSError:  # a stranger, or a member that has exited
+                        del trying[end]
+                        end.close()
+        finally:
             for end in trying:
                 end.close()
-        return found
+
+    def _ready(
+        self, control: socket.socket, trying: Mapping[ssl.SSLSocket, _Client]
+    ) -> Collection[int]:
+        """Wait for the launcher or a client. Return the descriptors that are ready."""
+        poll = select.poll()
+        poll.register(control, select.POLLIN)
+        poll.register(self._listener, select.POLLIN)
+        for end, client in trying.items():
+            poll.register(end, client.flags)
+        return [fd for fd, _ in poll.poll(_LOOK_EVERY_MS if trying else None)]
+
+    def _waiting(self) -> Iterator[ssl.SSLSocket]:
+        """Accept the connections that wait now, before their handshake."""
+        for _ in range(_MOST_CLIENTS):
+            try:
+                raw = self._listener.accept()[0]
+            except BlockingIOError:
+                return
+            except OSError:  # strangers may hold all descriptors
+                time.sleep(_PAUSE_S)
+                return
+            with contextlib.suppress(OSError):
+                raw.setblocking(False)
+                yield self._contexts[1].wrap_socket(
+                    prepared(raw), server_side=True, do_handshake_on_connect=False
+                )
 
 
 def _context(pem: str, side: int) -> ssl.SSLContext:
@@ -155,6 +209,7 @@ def _context(pem: str, side: int) -> ssl.SSLContext:
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     if side == ssl.PROTOCOL_TLS_SERVER:
         made.num_tickets = 0  # a client that closes with an unread ticket resets the connection
+    made.verify_flags |= _NO_CHECK_TIME
     made.check_hostname, made.verify_mode = False, ssl.CERT_REQUIRED
     made.load_verify_locations(cadata=pem[pem.index("-----BEGIN CERTIFICATE") :])
     fd = os.memfd_create("tfdist")  # OpenSSL reads keys only from files

@@ -148,6 +148,7 @@ class Membership:
             return [Fence(other, "lacks more than one result of the others") for other in late]
         ahead = [m for m in self.members if self._acks[m] == most]
         if joining and self._with_state.isdisjoint(ahead):  # the old members decide again
+            self._waiting.update(joining)  # they may have left it at a view whose source is lost
             return self._view(set(self.members).difference(joining))
         ahead = [m for m in ahead if m in self._with_state or not joining]
         behind = tuple(m for m in self.members if 0 <= self._acks[m] < most)

@@ -626,14 +626,14 @@ def _connect(host: str, port: int, hello: bytes, deadline_s: float) -> socket.so
     try:
         near.connect(_local_name(hello[:_SECRET_BYTES]))
         near.sendall(hello)
-        return _prepared(near)
+        return prepared(near)
     except OSError:
         near.close()
     try:
         remaining_s = max(deadline_s - time.monotonic(), 0.1)
         far = socket.create_connection((host, port), timeout=remaining_s)
         far.sendall(hello)
-        return _prepared(far)
+        return prepared(far)
     except OSError as error:
         _LOG.debug("%s:%d: %s", host, port, error)
         return None
@@ -672,7 +672,7 @@ def accepted(
                         not_expected.enter_context(client)
                         known = any(hmac.compare_digest(said, each) for each in expected)
                         if known and said not in found:
-                            found[said] = _prepared(client)
+                            found[said] = prepared(client)
                             not_expected.pop_all()
     return found
 
@@ -708,7 +708,8 @@ def exactly(end: socket.socket, count: int) -> bytes:
     return data
 
 
-def _prepared(end: socket.socket) -> socket.socket:
+def prepared(end: socket.socket) -> socket.socket:
+    """Return the socket with large buffers, and with keep-alive if it connects two machines."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         end.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
     if end.family != socket.AF_UNIX:

@@ -41,18 +41,19 @@ def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
     saved = None
     if job.is_chief:
         for backup in backups:
-            _acquire(backup, job)
+            is_first = job.config is None or job.config.options.attempt == 1
+            acquire(backup, job, previous="" if is_first else "the previous attempt")
             backup.close()  # training opens it again, after checks that may reject the run
         saved = backups[0].saved()
     state = broadcast(None if saved is None else dataclasses.asdict(saved))
     return None if state is None else RunState(**state)
 
 
-def _acquire(backup: BackupAndRestore, job: Job) -> None:
-    """Acquire the backup's directory. Later attempts wait until the previous attempt releases it.
+def acquire(backup: BackupAndRestore, job: Job, *, previous: str) -> None:
+    """Acquire the backup's directory. Wait until `previous` releases it, if there is one.
 
-    If a scheduler declares a node down and starts the job elsewhere, the old tasks may keep
-    running until they have saved.
+    If a scheduler or the launcher declares a node lost, its tasks may keep running until they have
+    saved.
     """
     options = job.config.options if job.config else JobOptions()
     deadline_s = time.monotonic() + options.startup_timeout_s
@@ -61,13 +62,13 @@ def _acquire(backup: BackupAndRestore, job: Job) -> None:
         try:
             return backup.prepare()
         except SecondWriter as error:
-            if options.attempt == 1:
+            if not previous:
                 raise
             if time.monotonic() >= deadline_s:
-                waited = f"waited {options.startup_timeout_s:g} s for the previous attempt"
+                waited = f"waited {options.startup_timeout_s:g} s for {previous}"
                 raise StartupTimeout(f"{waited}: {error}") from error
             if not is_logged:
-                _LOG.warning("waiting for the previous attempt to exit: %s", error)
+                _LOG.warning("waiting for %s to exit: %s", previous, error)
             is_logged = True
         time.sleep(_AGAIN_S)
 

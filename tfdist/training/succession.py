@@ -19,6 +19,7 @@ from tfdist.errors import PeerLost, named
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.native import engine_runs
 from tfdist.strategy.ring import Members
+from tfdist.training import resume
 from tfdist.training.callbacks import chiefs_of, counting_steps
 from tfdist.training.trackers import prepare_trackers
 
@@ -80,6 +81,7 @@ class Succession:
         with engine_runs(), phases.entered("callback"):
             for backup in backups:
                 backup.repeat_save()
+                resume.acquire(backup, self._job, previous="the lost chief")
                 backup.on_train_begin()
             prepare_trackers(own, backups, states)
             callback_state.prepare_to_resume(own, epoch=shared["epoch"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import itertools
+import os
 import shlex
 import socket
 import subprocess
@@ -174,8 +175,9 @@ def certificate() -> str:
     """
     kind = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650"
     words = ["openssl", *kind.split(), "-subj", "/CN=tfdist", "-keyout", "-", "-out", "-"]
+    env = {**os.environ, "OPENSSL_CONF": os.devnull}  # a site's file may limit its use
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(words, capture_output=True, text=True, check=True, env=env).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise UsageError(
             "--elastic",
