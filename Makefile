@@ -24,7 +24,7 @@ endef
 # The tests are meant for any machine, as the demo is, so they leave its GPUs alone.
 CPU_ONLY := CUDA_VISIBLE_DEVICES=-1 TF_CPP_MIN_LOG_LEVEL=$${TF_CPP_MIN_LOG_LEVEL-3}
 
-.PHONY: help setup demo test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-buckets test-flyte test-migrations test-browser test-versions test-gpu \
+.PHONY: help setup demo core test test-for test-all coverage test-mpi test-slurm test-networks test-ray test-buckets test-flyte test-migrations test-browser test-versions test-gpu \
 	docs lint wheel lock audit chaos bench soak recovery clean
 
 help:  ## this list
@@ -46,16 +46,20 @@ demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
 
 # Three files side by side: jobs that wait, for a grace to pass or a peer to come, leave the machine to
 # fits. Tests that hold how long something takes run after them, alone.
+CORE := tests/unit tests/integration/test_model_fit.py tests/integration/test_equivalence.py
 ONE_PROCESS := tests/unit tests/integration
 TESTS := $(ONE_PROCESS) tests/field tests/multiprocess
 SIDE_BY_SIDE := $(CPU_ONLY) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: setup  ## the tests of the core, in about three minutes; make test ARGS="tests/unit -k store" for some
+test: setup  ## the core, in about three minutes (CORE above); make test-for FILE=... adds those of a file; make test ARGS="tests/unit -k store" for some
 ifeq ($(strip $(ARGS)),)
-	$(SIDE_BY_SIDE) -m "not slow and not alone" $(TESTS)
+	$(SIDE_BY_SIDE) -m "not slow and not alone" $(CORE)
 else
 	$(CPU_ONLY) $(PY) -m pytest $(ARGS)
 endif
+
+core:  # files of the core
+	@echo $(CORE)
 
 test-for: setup  ## the tests that import a file, or a program that does: make test-for FILE=tfdist/files.py
 	tests=$$($(PY) -m tests.tools.tests_of "$(FILE)") && $(SIDE_BY_SIDE) -m "not alone" $$tests $(ARGS)
