@@ -27,7 +27,7 @@ LINES = {
     "strategy": 3_312,
     "data": 2_669,
     "checkpoint": 2_804,
-    "training": 8_672,
+    "training": 8_673,
     "ps, pipeline": 4_892,
     "elastic": 1_665,
     "tuning": 3_056,
