@@ -156,11 +156,12 @@ def test_hub_models_evaluate_and_predict_like_under_keras(strategies):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_mlflow_predicts_in_one_task_of_several(strategies, monkeypatch):
+@pytest.mark.parametrize("make", [bert, gpt])
+def test_mlflow_predicts_in_one_task_of_several(strategies, monkeypatch, make):
     monkeypatch.setattr(job, "_made", [])
     job.remember(Job(strategy=strategies[1], kind=KINDS["multiworker"]))
     with strategies[1].scope():
-        model = bert()
+        model = make()
     mlflow = {"__name__": "mlflow.tensorflow"}
     exec("signature = lambda model, x: model.predict(x)", mlflow)
     wanted = tfdist.predict(model, TEXTS, verbose=0)

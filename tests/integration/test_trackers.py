@@ -15,7 +15,7 @@ import tfdist
 from tests import fake_trackers
 from tests.fake_trackers import steps_in_events
 from tests.models import noted_ranges
-from tfdist.cluster import KINDS, read_environment
+from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig, read_environment
 from tfdist.strategy import Job, job
 from tfdist.training import trackers
 from tfdist.training.callbacks import wants_every_batch
@@ -191,8 +191,12 @@ def test_mlflow_has_one_run_with_each_step_once(
         assert steps == list(range(EPOCHS))
 
 
-def test_autolog_logs_a_run_of_the_chief_only(mlflow, strategies, monkeypatch, blocks):
-    """It keeps the functions that it finds, and is called before the strategy is made here."""
+PROBE = TaskConfig(cluster=ClusterSpec(), task=Task("worker", 0), options=JobOptions(probe_s=1.0))
+
+
+@pytest.mark.parametrize("other", [read_environment(SECOND), PROBE], ids=["worker-1", "probe"])
+def test_autolog_logs_a_run_of_the_chief_only(mlflow, strategies, monkeypatch, blocks, other):
+    """And none in a probe. It keeps the functions that it finds, before the strategy is made."""
     from mlflow.utils import autologging_utils
 
     def fit():
@@ -208,7 +212,7 @@ def test_autolog_logs_a_run_of_the_chief_only(mlflow, strategies, monkeypatch, b
         with strategies[2].scope():
             fit()
         assert blocks, "the engine trains"
-        job.remember(dataclasses.replace(chief, config=read_environment(SECOND)))
+        job.remember(dataclasses.replace(chief, config=other))
         fit()
     finally:
         mlflow.tensorflow.autolog(disable=True)

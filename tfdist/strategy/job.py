@@ -126,7 +126,8 @@ _made: list[Job] = []
 
 def remember(job: Job) -> Job:
     """Register `job` for `current_job` and `job_of`."""
-    route_keras(is_chief=job.is_chief)
+    is_probe = job.config is not None and job.config.options.probe_s is not None
+    route_keras(autologs=job.is_chief and not is_probe)
     convert_variables_to_numbers()
     _made[:] = [job]
     return job

@@ -23,18 +23,18 @@ from keras.src.models.model import Trainer
 from tfdist.errors import end_mistakes_in_one_line, require
 
 _engine_runs = contextvars.ContextVar("engine_runs", default=False)
-_is_chief = [True]
+_autologs = [True]
 _METHODS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 KERAS_HUB = "keras_hub.src.utils.pipeline_model"
 
 
-def route_keras(*, is_chief: bool | None = None) -> None:
+def route_keras(*, autologs: bool | None = None) -> None:
     """Route the calls of Keras models, and of KerasHub models if KerasHub is imported.
 
-    With `is_chief` False, `mlflow.autolog()` logs nothing in this task.
+    With `autologs` False, `mlflow.autolog()` logs nothing in this task.
     """
-    if is_chief is not None:
-        _is_chief[:] = [is_chief]
+    if autologs is not None:
+        _autologs[:] = [autologs]
     _route_trainer()
     if KERAS_HUB in sys.modules:
         _route_keras_hub()
@@ -85,8 +85,9 @@ def _preparing(original: Any) -> Any:
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         route_keras()
         autologging: Any = sys.modules.get("mlflow.utils.autologging_utils")
-        if not _is_chief[0] and autologging is not None:
-            # Otherwise each task would open a run, but only the chief's callbacks write to a run.
+        if not _autologs[0] and autologging is not None:
+            # Otherwise each task would open a run, but only the chief's callbacks write to a run,
+            # and none in a probe.
             autologging._AUTOLOGGING_GLOBALLY_DISABLED = True
         original(self, *args, **kwargs)
 

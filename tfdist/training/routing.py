@@ -111,7 +111,8 @@ def _stays_in_keras(name: str, job: Job | None, kwargs: Mapping[str, Any]) -> bo
 def _predict_in_this_task(original: Callable[..., Any], model: Any, x: Any) -> Any:
     """Predict the few examples of MLflow in the chief only, for the signature of a logged model."""
     if original.__module__ == KERAS_HUB:
-        x = model.preprocess_samples(x)
+        packed = model.preprocess_samples(keras.tree.map_structure(tf.convert_to_tensor, x))
+        x = keras.utils.unpack_x_y_sample_weight(packed)[0]  # some preprocessors make labels
     outputs = model(x, training=False)
     return keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
 
