@@ -30,7 +30,7 @@ from tfdist.cluster.address import split_address
 from tfdist.elastic import host_links
 from tfdist.elastic.engine import as_tensor
 from tfdist.elastic.host_links import HostLinks, _context
-from tfdist.elastic.mesh import Mesh, _read_lesson
+from tfdist.elastic.mesh import Mesh, _read_lesson, _send_lesson
 from tfdist.elastic.shards import aligned_like, tree_sum
 from tfdist.errors import PeerLost
 from tfdist.kinds import KINDS
@@ -376,6 +376,18 @@ def test_silent_strangers_are_disconnected(limit, monkeypatch):
         finally:
             ends[1].send(b"x")
         assert isinstance(accepted.exception(DEADLINE_S), InterruptedError)
+
+
+def test_a_lesson_may_come_before_the_message_that_names_its_teacher():
+    with two_hosts(PEM()) as (links, ends), ThreadPoolExecutor() as pool:
+        pupil = Mesh(ends[0], 0, ["worker-0", "worker-1", "worker-2"], links[0])
+        learnt = pool.submit(pupil._learn, [])  # from worker-2, which is lost
+        try:
+            with links[1].connect(0, host_links.LESSON, timeout_s=DEADLINE_S / 6) as teacher:
+                _send_lesson(teacher, [(7, (0, 1), [np.ones(2)])])
+            assert learnt.result(DEADLINE_S)
+        finally:
+            ends[1].send(b"x")
 
 
 def job_of(mesh: Mesh) -> jobs.Job:

@@ -112,7 +112,8 @@ class HostLinks:
 
     def connect(self, peer: int, epoch: int, *, timeout_s: float | None) -> ssl.SSLSocket:
         """Connect to a member that accepts this connection, or raise OSError."""
-        raw = socket.create_connection(split_address(self._addresses[peer]), timeout_s)
+        raw = socket.create_connection(split_address(self._addresses[peer]), _CONNECT_S)
+        raw.settimeout(timeout_s)
         with contextlib.ExitStack() as stack:
             end = stack.enter_context(self._contexts[0].wrap_socket(prepared(raw)))
             end.sendall(_HELLO.pack(epoch, self._member))
@@ -127,11 +128,14 @@ class HostLinks:
         control: socket.socket,
         hear: Callable[[], None],
     ) -> dict[int, ssl.SSLSocket]:
-        """Return the connections of members, and close all others. A silent one delays no other."""
+        """Return the connections of members, and close all others. A silent one delays no other.
+
+        One connection that brings a lesson is enough: all members have the same lesson.
+        """
         found: dict[int, ssl.SSLSocket] = {}
         clients = self._clients(control, hear)
         try:
-            while len(found) < len(peers):
+            while len(found) < (1 if epoch == LESSON else len(peers)):
                 end, its_epoch, member = next(clients)
                 if its_epoch == epoch and member in peers and member not in found:
                     with contextlib.suppress(OSError):  # its exit is an event of its own

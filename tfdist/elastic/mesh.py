@@ -203,7 +203,7 @@ class Mesh(Members):
                 to = self._links.connect(to, LESSON, timeout_s=None)  # it may load data first
             _send_lesson(stack.enter_context(to), lesson)
 
-    def _teacher(self, fds: Sequence[int], member: int) -> socket.socket:
+    def _teacher(self, fds: Sequence[int]) -> socket.socket:
         """Return the connection to a teacher, which connects from another host if there is no fd.
 
         Raises OSError if the launcher sends another message first.
@@ -216,18 +216,19 @@ class Mesh(Members):
                 raise InterruptedError("the launcher sends a message")
 
         assert self._links is not None
-        found = self._links.accept({member}, LESSON, self._control, hear)
-        found[member].settimeout(_LESSON_S)
-        return found[member]
+        any_member = range(len(self._names))  # it may come before the message that names it
+        (found,) = self._links.accept(any_member, LESSON, self._control, hear).values()
+        found.settimeout(_LESSON_S)
+        return found
 
-    def _learn(self, fds: Sequence[int], member: int) -> bool:
+    def _learn(self, fds: Sequence[int]) -> bool:
         """Read the results of the operations before the loop. Return False if there are none."""
         if self._replay is not None or self.is_offline:
             for fd in fds:  # the first teacher has exited after its lesson
                 os.close(fd)
             return True
         try:
-            with self._teacher(fds, member) as teacher:
+            with self._teacher(fds) as teacher:
                 self._replay = _read_lesson(teacher)
         except InterruptedError:
             return False
@@ -434,7 +435,7 @@ class Mesh(Members):
                 self._links.use(message["pem"])
                 continue
             if "join" in message:
-                if self._learn(fds, message["teacher"]):
+                if self._learn(fds):
                     return
                 wait = True  # the launcher connects another teacher
                 continue
