@@ -29,7 +29,7 @@ LINES = {
     "checkpoint": 2_804,
     "training": 8_672,
     "ps, pipeline": 4_892,
-    "elastic": 1_670,
+    "elastic": 1_692,
     "tuning": 3_042,
     "serving": 3_213,
     "around": 7_059,  # report, outputs, app, find, ops, audit, configs and the programs
