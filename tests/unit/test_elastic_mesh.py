@@ -25,9 +25,11 @@ import numpy as np
 import pytest
 from keras.src.callbacks import CallbackList
 
+from tests.refusals import refused
 from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import hold_ports
 from tfdist.cluster.address import split_address
+from tfdist.cluster.local_only import listen
 from tfdist.elastic import host_links
 from tfdist.elastic import mesh as mesh_module
 from tfdist.elastic.engine import ElasticEngine, as_tensor
@@ -284,6 +286,12 @@ def test_unauthenticated_connections_do_not_become_members():
             with end, end.makefile("rb") as stream:
                 assert len(stream.read()) == 1 << 23
             sent.result(DEADLINE_S)
+
+
+def test_a_port_in_use_is_a_refusal():
+    with hold_ports(1)[0] as port, listen(split_address(port.address)[1]):
+        where, code = refused(lambda: HostLinks(1, {1: port.address}))
+        assert (where, code) == ("worker-1", "port-in-use")
 
 
 def test_a_member_that_cannot_be_reached_is_named(monkeypatch):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tfdist.cluster.address import split_address
-from tfdist.cluster.local_only import listen
+from tfdist.strategy.rendezvous import listening
 from tfdist.strategy.ring import exactly, prepared
 
 _HELLO = struct.Struct("<II")  # number of the view, member
@@ -60,7 +60,7 @@ class HostLinks:
 
     def __init__(self, member: int, addresses: Mapping[int, str]) -> None:
         self._member, self._addresses = member, addresses
-        self._listener = listen(split_address(addresses[member])[1])
+        self._listener = listening(f"worker-{member}", addresses[member], only_local=False)
         self._listener.setblocking(False)
         self._contexts: list[ssl.SSLContext] = []
 
