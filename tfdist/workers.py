@@ -30,8 +30,8 @@ def _run(arguments: argparse.Namespace) -> int:
     require(
         is_running(run_dir) and isinstance(report.get("control"), str),
         str(run_dir),
-        "no elastic job runs here",
-        fix="start a job with --elastic, and pass its run directory",
+        "no elastic job runs here, or it runs on several hosts, where the number is fixed",
+        fix="start a job with --elastic on one host, and pass its run directory",
         code="not-elastic",
     )
     workers = arguments.workers

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 import types
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
@@ -24,13 +25,16 @@ import numpy as np
 import pytest
 from keras.src.callbacks import CallbackList
 
+from tests.refusals import refused
 from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import hold_ports
 from tfdist.cluster.address import split_address
+from tfdist.cluster.local_only import listen
 from tfdist.elastic import host_links
-from tfdist.elastic.engine import as_tensor
+from tfdist.elastic import mesh as mesh_module
+from tfdist.elastic.engine import ElasticEngine, as_tensor
 from tfdist.elastic.host_links import HostLinks, _context
-from tfdist.elastic.mesh import Mesh, _read_lesson
+from tfdist.elastic.mesh import Mesh, _read_lesson, _send_lesson
 from tfdist.elastic.shards import aligned_like, tree_sum
 from tfdist.errors import PeerLost
 from tfdist.kinds import KINDS
@@ -284,6 +288,12 @@ def test_unauthenticated_connections_do_not_become_members():
             sent.result(DEADLINE_S)
 
 
+def test_a_port_in_use_is_a_refusal():
+    with hold_ports(1)[0] as port, listen(split_address(port.address)[1]):
+        where, code = refused(lambda: HostLinks(1, {1: port.address}))
+        assert (where, code) == ("worker-1", "port-in-use")
+
+
 def test_a_member_that_cannot_be_reached_is_named(monkeypatch):
     monkeypatch.setattr(host_links, "_UNREACHABLE_S", 0.0)
     with contextlib.ExitStack() as stack:
@@ -378,6 +388,18 @@ def test_silent_strangers_are_disconnected(limit, monkeypatch):
         assert isinstance(accepted.exception(DEADLINE_S), InterruptedError)
 
 
+def test_a_lesson_may_come_before_the_message_that_names_its_teacher():
+    with two_hosts(PEM()) as (links, ends), ThreadPoolExecutor() as pool:
+        pupil = Mesh(ends[0], 0, ["worker-0", "worker-1", "worker-2"], links[0])
+        learnt = pool.submit(pupil._learn, [])  # from worker-2, which is lost
+        try:
+            with links[1].connect(0, host_links.LESSON, timeout_s=DEADLINE_S / 6) as teacher:
+                _send_lesson(teacher, [(7, (0, 1), [np.ones(2)])])
+            assert learnt.result(DEADLINE_S)
+        finally:
+            ends[1].send(b"x")
+
+
 def job_of(mesh: Mesh) -> jobs.Job:
     return jobs.Job(strategy=None, kind=KINDS["elastic"], ring=mesh, shards=SHARDS)
 
@@ -469,6 +491,43 @@ def test_members_continue_if_a_joining_task_reads_slowly():
         mesh.begin_loop()
         (lesson,) = lesson_of(launcher, mesh, 3)
         np.testing.assert_array_equal(lesson, value)
+
+
+def test_a_teacher_connects_again_to_a_task_that_it_cannot_reach(monkeypatch, caplog):
+    monkeypatch.setattr(mesh_module, "_LESSON_AGAIN_S", 0.0)
+    pupil, teacher = socket.socketpair()
+    with only_member() as (launcher, mesh), pupil, teacher:
+        failed = OSError("no route to host")
+        mesh._links = Mock(connect=Mock(side_effect=[failed, teacher, failed, failed]))
+        mesh.begin_loop()
+        launcher.send(b'{"teach": 0}')
+        mesh.sum(np.ones(1), of="a step")
+        pupil.settimeout(DEADLINE_S / 6)
+        assert not _read_lesson(pupil)
+    assert "no connection to worker-0 (no route to host)" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["sum", "each", "admit", "begin"])
+def test_an_unreachable_member_is_a_lost_peer_in_every_operation(call, monkeypatch):
+    """So the worker exits with code 75, without a traceback."""
+    with only_member() as (launcher, mesh):
+        go = {"members": [0, 1], "here": [0], "done": 0, "source": 0, "behind": [], "joining": []}
+        mesh.sum(np.ones(1), of="a step")
+        mesh._links = Mock(meet=Mock(side_effect=ConnectionError("no connection to worker-1")))
+        engine = ElasticEngine(job_of(mesh))
+        monkeypatch.setattr("tfdist.elastic.engine._Shards", Mock())
+        calls = {
+            "sum": lambda: engine._total(lambda shard: [np.ones(1)]),
+            "each": lambda: engine._each(lambda shard: [np.ones(1)], of="rows"),
+            "admit": lambda: engine.admit(1, lambda: None),
+            "begin": lambda: engine.begin(None),
+        }
+        if call == "begin":
+            mesh._replay = deque()
+        for message in ({"view": 2}, {"go": 2, **go}):
+            launcher.send(json.dumps(message).encode())
+        with pytest.raises(PeerLost, match="no connection to worker-1"):
+            calls[call]()
 
 
 def test_tensorflow_uses_the_memory_of_a_sum():

@@ -7,6 +7,7 @@ import pytest
 
 from tests.refusals import refused
 from tfdist.cluster import Task
+from tfdist.errors import UsageError
 from tfdist.launch.job import run_job, with_variables
 from tfdist.launch.multihost.agents import shell_of
 from tfdist.launch.multihost.host_agreement import passed_variables, without_secrets
@@ -108,6 +109,19 @@ def test_an_elastic_job_may_have_several_hosts():
 def test_a_missing_openssl_is_an_error_before_the_start(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert refused(certificate) == ("--elastic", "no-openssl")
+
+
+def test_an_openssl_that_fails_says_why(monkeypatch, tmp_path):
+    (tmp_path / "openssl").write_text("#!/bin/sh\necho 'no entropy' >&2\nexit 1\n")
+    (tmp_path / "openssl").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"but openssl fails: no entropy\. Fix"):
+        certificate()
+
+
+@pytest.mark.parametrize("on", ["ray", "slurm"])
+def test_an_elastic_job_sends_no_key_in_clear(on):
+    assert refused(lambda: parse(["--elastic", "--on", on, "x.py"]))[0] == "--on"
 
 
 def test_agents_get_the_variables_of_tasks_and_named_ones():

@@ -25,6 +25,7 @@ from tfdist.elastic.mesh import Compute, Mesh
 from tfdist.elastic.shards import ALIGNMENT, Array, tree_sum
 from tfdist.errors import named, require
 from tfdist.strategy import Job
+from tfdist.strategy.group import naming_lost_peer
 from tfdist.training.engines import SynchronousEngine, joined, without_substitute
 from tfdist.training.feed import BatchFeed, Feed, Part
 from tfdist.training.keras_compat import (
@@ -96,7 +97,8 @@ class ElasticEngine(SynchronousEngine):
             return None
         shards = self._programs.setdefault(program, _Shards(program, self._job))
         shards.compile()
-        text, *arrays = mesh.join()
+        with naming_lost_peer(self._job):
+            text, *arrays = mesh.join()
         loop = json.loads(text.tobytes())
         return LoopState(loop=loop["loop"], arrays=dict(zip(loop["names"], arrays, strict=True)))
 
@@ -115,7 +117,8 @@ class ElasticEngine(SynchronousEngine):
             return [np.frombuffer(text, np.uint8), *found.arrays.values()]
 
         assert self._mesh is not None
-        self._mesh.admit(task, arrays)
+        with naming_lost_peer(self._job):
+            self._mesh.admit(task, arrays)
 
     def go_on(self) -> None:
         """Take part in the operations of the loop that this task has joined."""
@@ -153,7 +156,7 @@ class ElasticEngine(SynchronousEngine):
         count = self._job.num_replicas
         if self._mesh is None:
             return [list(compute(shard)) for shard in range(count)]
-        with phases.waiting_for_all():
+        with phases.waiting_for_all(), naming_lost_peer(self._job):
             return self._mesh.gather_shards(compute, count, of=of)
 
     def _joined_rows(self, compute: Compute) -> list[Array]:
@@ -166,7 +169,7 @@ class ElasticEngine(SynchronousEngine):
         count, mesh = self._job.num_replicas, self._mesh
         if mesh is None:
             return tree_sum({(s, s + 1): compute(s) for s in range(count)}, 0, count)
-        with phases.waiting_for_all():
+        with phases.waiting_for_all(), naming_lost_peer(self._job):
             return mesh.sum_shards(compute, count, of="a step")
 
 

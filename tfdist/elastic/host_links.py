@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tfdist.cluster.address import split_address
-from tfdist.cluster.local_only import listen
+from tfdist.strategy.rendezvous import listening
 from tfdist.strategy.ring import exactly, prepared
 
 _HELLO = struct.Struct("<II")  # number of the view, member
@@ -60,7 +60,7 @@ class HostLinks:
 
     def __init__(self, member: int, addresses: Mapping[int, str]) -> None:
         self._member, self._addresses = member, addresses
-        self._listener = listen(split_address(addresses[member])[1])
+        self._listener = listening(f"worker-{member}", addresses[member], only_local=False)
         self._listener.setblocking(False)
         self._contexts: list[ssl.SSLContext] = []
 
@@ -112,7 +112,8 @@ class HostLinks:
 
     def connect(self, peer: int, epoch: int, *, timeout_s: float | None) -> ssl.SSLSocket:
         """Connect to a member that accepts this connection, or raise OSError."""
-        raw = socket.create_connection(split_address(self._addresses[peer]), timeout_s)
+        raw = socket.create_connection(split_address(self._addresses[peer]), _CONNECT_S)
+        raw.settimeout(timeout_s)
         with contextlib.ExitStack() as stack:
             end = stack.enter_context(self._contexts[0].wrap_socket(prepared(raw)))
             end.sendall(_HELLO.pack(epoch, self._member))
@@ -127,11 +128,14 @@ class HostLinks:
         control: socket.socket,
         hear: Callable[[], None],
     ) -> dict[int, ssl.SSLSocket]:
-        """Return the connections of members, and close all others. A silent one delays no other."""
+        """Return the connections of members, and close all others. A silent one delays no other.
+
+        One connection that brings a lesson is enough: all members have the same lesson.
+        """
         found: dict[int, ssl.SSLSocket] = {}
         clients = self._clients(control, hear)
         try:
-            while len(found) < len(peers):
+            while len(found) < (1 if epoch == LESSON else len(peers)):
                 end, its_epoch, member = next(clients)
                 if its_epoch == epoch and member in peers and member not in found:
                     with contextlib.suppress(OSError):  # its exit is an event of its own

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import os
 import select
 import socket
 import ssl
 import struct
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,10 +38,12 @@ from tfdist.strategy.ring import (
     views_of,
 )
 
+_LOG = logging.getLogger(__name__)
 _HEADER = struct.Struct("<IQI")  # epoch, number of the operation, checksum of its description
 _MOST_BYTES, _MOST_FDS = 1 << 16, 64
 _BUFFERS_A_CALL = 64
 _BYTES_A_CALL = 1 << 18  # over TLS, which takes one buffer a call
+_LESSON_TRIES, _LESSON_AGAIN_S = 10, 5.0
 _LESSON_S = 30.0  # without a byte of a lesson from another host
 _NO_STATE = -1  # in place of the finished operations of a task that joins
 _NO_TEACHER = "lost the worker that sends the earlier results"
@@ -200,10 +204,21 @@ class Mesh(Members):
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
             if isinstance(to, int):
                 assert self._links is not None
-                to = self._links.connect(to, LESSON, timeout_s=None)  # it may load data first
+                to = self._reached(to, self._links)
             _send_lesson(stack.enter_context(to), lesson)
 
-    def _teacher(self, fds: Sequence[int], member: int) -> socket.socket:
+    def _reached(self, pupil: int, links: HostLinks) -> socket.socket:
+        """Connect to a task on another host, and repeat it after a failure, or raise OSError."""
+        for _ in range(_LESSON_TRIES):
+            try:
+                return links.connect(pupil, LESSON, timeout_s=None)  # it may load data first
+            except OSError as error:
+                name, wait_s = self._names[pupil], _LESSON_AGAIN_S
+                _LOG.warning("no connection to %s (%s); again in %g s", name, error, wait_s)
+            time.sleep(wait_s)
+        raise ConnectionError("the task that joins cannot be reached")
+
+    def _teacher(self, fds: Sequence[int]) -> socket.socket:
         """Return the connection to a teacher, which connects from another host if there is no fd.
 
         Raises OSError if the launcher sends another message first.
@@ -216,18 +231,19 @@ class Mesh(Members):
                 raise InterruptedError("the launcher sends a message")
 
         assert self._links is not None
-        found = self._links.accept({member}, LESSON, self._control, hear)
-        found[member].settimeout(_LESSON_S)
-        return found[member]
+        any_member = range(len(self._names))  # it may come before the message that names it
+        (found,) = self._links.accept(any_member, LESSON, self._control, hear).values()
+        found.settimeout(_LESSON_S)
+        return found
 
-    def _learn(self, fds: Sequence[int], member: int) -> bool:
+    def _learn(self, fds: Sequence[int]) -> bool:
         """Read the results of the operations before the loop. Return False if there are none."""
         if self._replay is not None or self.is_offline:
             for fd in fds:  # the first teacher has exited after its lesson
                 os.close(fd)
             return True
         try:
-            with self._teacher(fds, member) as teacher:
+            with self._teacher(fds) as teacher:
                 self._replay = _read_lesson(teacher)
         except InterruptedError:
             return False
@@ -434,7 +450,7 @@ class Mesh(Members):
                 self._links.use(message["pem"])
                 continue
             if "join" in message:
-                if self._learn(fds, message["teacher"]):
+                if self._learn(fds):
                     return
                 wait = True  # the launcher connects another teacher
                 continue
@@ -493,8 +509,12 @@ class Mesh(Members):
 
     def _enter_next(self) -> None:
         """Enter the next view, without an operation."""
-        with contextlib.suppress(_Broken, _ViewChanged):
-            self._enter()
+        try:
+            with contextlib.suppress(_Broken, _ViewChanged):
+                self._enter()
+        except OSError as error:
+            self._leave(str(error))
+            raise ConnectionError(self.lost) from error
 
     def _caught_up(self, go: Mapping[str, Any]) -> list[Array] | None:
         behind, joining = go["behind"], go["joining"]

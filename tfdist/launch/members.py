@@ -133,10 +133,9 @@ class MemberLinks:
             self._send(action.member, {"knock": action.joining.index})
             return
         pair = (action.joining, action.member)
-        words = {"join": action.joining.index, "teacher": action.member.index}
         ends = socket.socketpair()
         fds = [[end.fileno()] if all(map(self._is_here, pair)) else [] for end in ends]
-        self._send(action.joining, words, fds[0])
+        self._send(action.joining, {"join": action.joining.index}, fds[0])
         self._send(action.member, {"teach": action.joining.index}, fds[1])
         for end in ends:
             end.close()

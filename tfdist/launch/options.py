@@ -109,6 +109,10 @@ def _require_elastic(options: LaunchOptions) -> None:
         _refuse("workers", f"an elastic job has at most {MOST_MEMBERS}", "use fewer workers")
     if options.evaluator:
         _refuse("elastic", "an elastic job has no evaluator", "pass validation_data to fit")
+    if options.on in ("ray", "slurm"):  # they would send the key of its connections in clear
+        _refuse(
+            "on", f"an elastic job does not run over {options.on}", "use --hosts, or leave it out"
+        )
 
 
 def _check_strategy(options: LaunchOptions) -> None:

@@ -137,20 +137,24 @@ def serves(address: str, *, timeout_s: float) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def answering(config: TaskConfig) -> Iterator[socket.socket]:
-    """Accept connections at this task's port."""
-    address = config.cluster.address(config.task)
+def listening(name: str, address: str, *, only_local: bool) -> socket.socket:
+    """Return a socket that listens at a task's address."""
     try:
-        listener = listen(split_address(address)[1], only_local=is_local(config.cluster))
+        return listen(split_address(address)[1], only_local=only_local)
     except OSError as error:
         raise UsageError(
-            f"{config.task}",
+            name,
             f"cannot listen on {address}: {error.strerror}",
             fix="stop the process that uses the port, or give the task another port in TF_CONFIG",
             code="port-in-use",
         ) from error
-    with listener:
+
+
+@contextlib.contextmanager
+def answering(config: TaskConfig) -> Iterator[socket.socket]:
+    """Accept connections at this task's port."""
+    address, only_local = config.cluster.address(config.task), is_local(config.cluster)
+    with listening(str(config.task), address, only_local=only_local) as listener:
         yield listener
 
 

@@ -171,7 +171,7 @@ def certificate() -> str:
     """Return a new key and a self-signed certificate, which only the tasks of one job know.
 
     Raises:
-        UsageError: This machine has no program openssl.
+        UsageError: The program openssl is missing or fails.
     """
     kind = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650"
     words = ["openssl", *kind.split(), "-subj", "/CN=tfdist", "-keyout", "-", "-out", "-"]
@@ -179,10 +179,11 @@ def certificate() -> str:
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True, env=env).stdout
     except (OSError, subprocess.CalledProcessError) as error:
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         raise UsageError(
             "--elastic",
-            f"an elastic job on several hosts encrypts its tensors, but openssl fails ({error})",
-            fix="install the program openssl on this machine",
+            f"an elastic job on several hosts encrypts its tensors, but openssl fails: {lines[-1]}",
+            fix="make the program openssl work on this machine",
             code="no-openssl",
         ) from None
 
