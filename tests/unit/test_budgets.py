@@ -32,7 +32,7 @@ LINES = {
     "elastic": 1_692,
     "tuning": 3_042,
     "serving": 3_213,
-    "around": 7_059,  # report, outputs, app, find, ops, audit, configs and the programs
+    "around": 7_060,  # report, outputs, app, find, ops, audit, configs and the programs
 }
 ROOMS = {
     **dict.fromkeys(
