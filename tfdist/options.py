@@ -390,7 +390,8 @@ class LaunchFlags(HostFlags, JobSettings):
     resume: bool = option(False, "continue the newest unfinished run of this command in runs/")
     elastic: bool = option(
         False,
-        "let a multiworker job on CPUs continue if a worker is lost, with the same results",
+        "let a multiworker job on CPUs continue if a worker is lost, with the same results (not "
+        "with --on ray or slurm)",
         identifies=True,
     )
     metrics_port: int | None = option(

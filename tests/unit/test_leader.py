@@ -271,6 +271,18 @@ def ready(*ranks):
     return [MessageReceived(rank=rank, message={"ready": [1]}) for rank in ranks]
 
 
+def test_an_elastic_job_refuses_two_names_of_one_host():
+    hub = Mock(present=frozenset({1, 2}), address_of={1: "10.0.0.1", 2: "10.0.0.1"}.get)
+    group = Mock(hosts=("launcher", "alpha", "alpha.lan"), slots=(0, 1, 1))
+    group.num_tasks = group.slots.__getitem__
+    options = Mock(startup_timeout_s=60)
+    job = SimpleNamespace(options=options, kind=KINDS["elastic"])
+    team = Team(SimpleNamespace(job=job, group=group, screen=Mock(), processes=Mock()), hub)
+    team._ports = {1: [1], 2: [1]}
+    error = refusal(team.gather)
+    assert "alpha (rank 1), alpha.lan (rank 2) have one address, 10.0.0.1" in str(error)
+
+
 def test_all_hosts_that_are_there_may_begin():
     assert gather(ready(2), ready(1, 3), ready(4)) == 2.0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tfdist.cluster import Task
 from tfdist.cluster.address import join
-from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError, named
+from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError, named, require
 from tfdist.launch.events import (
     NO_SENSE,
     Acquaint,
@@ -90,13 +90,31 @@ class Team:
                     return event.signum
             if self._error is not None:
                 raise self._error
+        if self._kind.is_elastic:
+            self._require_apart()
         return None
+
+    def _require_apart(self) -> None:
+        """Refuse two hosts with one address: elastic workers tell hosts apart by it."""
+        ranks: dict[str, int] = {}
+        for rank, address in self._addresses().items():
+            both = self._named([ranks.setdefault(address, rank), rank])
+            require(
+                ranks[address] == rank,
+                "--hosts",
+                f"{both} have one address, {address}",
+                fix="list each host once, with all its tasks",
+                code="bad-hosts",
+            )
+
+    def _addresses(self) -> dict[int, str]:
+        """Return the address of each connected host that has tasks, by its rank."""
+        at = {0: self._part.own} if self._group.num_tasks(0) else {}
+        return at | {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
 
     def roll_call(self) -> str:
         """Return a line with the connected hosts, their addresses and their common versions."""
-        terms = self._part.terms
-        at = {0: self._part.own} if self._group.num_tasks(0) else {}
-        at |= {rank: self.hub.address_of(rank) for rank in sorted(self.hub.present)}
+        terms, at = self._part.terms, self._addresses()
         versions = [f"{name} {terms[name]}" for name in ("tfdist", "tensorflow", "keras")]
         return f"{len(at)} host{'s' * (len(at) > 1)}, all with {', '.join(versions)}: " + named(
             f"{self._group.hosts[rank]} at {address}" for rank, address in at.items()
