@@ -46,7 +46,7 @@ demo: setup  ## train a CNN on the digits with 4 workers and 1 parameter server
 
 # Three files side by side: jobs that wait, for a grace to pass or a peer to come, leave the machine to
 # fits. Tests that hold how long something takes run after them, alone.
-CORE := tests/unit tests/integration/test_model_fit.py tests/integration/test_equivalence.py
+CORE := tests/unit $(addprefix tests/integration/test_,model_fit.py equivalence.py resume.py saving.py)
 ONE_PROCESS := tests/unit tests/integration
 TESTS := $(ONE_PROCESS) tests/field tests/multiprocess
 SIDE_BY_SIDE := $(CPU_ONLY) $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder

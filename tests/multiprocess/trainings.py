@@ -142,7 +142,7 @@ class TrainingJob:
         """What the tasks have said about a stop; the chief alone should."""
         *_, attempt = sorted(self.run_dir.glob("logs/*"), key=lambda path: path.stat().st_mtime)
         text = "\n".join(file.read_text() for file in attempt.glob("*.log"))
-        return re.findall(r"stopped by (\w+ at step \d+, state saved); run the same", text)
+        return re.findall(r"(?m)stopped by (\w+ at step \d+, state saved)$", text)
 
 
 def summary_of(run_dir: Path) -> dict[str, Any]:

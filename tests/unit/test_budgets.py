@@ -27,7 +27,7 @@ LINES = {
     "strategy": 3_318,
     "data": 2_669,
     "checkpoint": 2_804,
-    "training": 8_673,
+    "training": 8_676,
     "ps, pipeline": 4_892,
     "elastic": 1_692,
     "tuning": 3_056,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import JobOptions
 from tfdist.data.stream import DRAWING, InputFunctionSource, StreamSource
 from tfdist.errors import StartupTimeout, UsageError, named
+from tfdist.options import LAUNCHED
 from tfdist.strategy import Job, broadcast
 from tfdist.training.epochs import EpochPlan
 
@@ -156,7 +158,8 @@ def stop_message(signum: int, *, step: int, saved_step: int | None, has_backup: 
         stopped += f", state of step {saved_step} saved"
     else:
         stopped += ", state saved"
-    return f"{stopped}; run the same command again to resume"
+    # A launcher prints the command, with the run directory.
+    return stopped if LAUNCHED in os.environ else f"{stopped}; run the same command again to resume"
 
 
 def kept_logs(logs: Mapping[str, Any] | None) -> dict[str, Any]:
