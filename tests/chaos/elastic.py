@@ -25,6 +25,7 @@ FLAGS = ("--strategy=multiworker", "--elastic", "--threads_per_task=1", "--start
 PATIENCE = ("--max_restarts=10000", "--hang_timeout_s=8")
 EPOCHS = 60
 DEADLINE_S = 400.0
+_FIRST_STEP_S = 8.0  # after the start of a program
 
 
 class Job:
@@ -48,7 +49,12 @@ class Job:
         end_s = time.monotonic() + DEADLINE_S
         while self._process.poll() is None:
             time.sleep(draw.uniform(1.0, 4.0) + 3.0 * (self._workers == 1))
-            pids = {path.stem: int(path.read_text() or 0) for path in self._run_dir.glob("*.pid")}
+            pids = {
+                path.stem: int(path.read_text() or 0)
+                for path in self._run_dir.glob("*.pid")
+                # A job ends if its chief is lost twice before the first step.
+                if path.stem != "worker-0" or time.time() - path.stat().st_mtime > _FIRST_STEP_S
+            }
             running = {name: pid for name, pid in pids.items() if pid and _runs(pid)}
             what = draw.choices(("kill", "pair", "stop"), (0.7, 0.2, 0.1))[0]
             chosen = draw.sample(sorted(running), min(len(running), 1 + (what == "pair")))
