@@ -62,6 +62,10 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     return callback if is_chief() else keras.callbacks.Callback()
 
 
+SUM_FAILED = "a sum over the workers failed"
+"""Text of the error if the ring fails within a step."""
+
+
 @contextlib.contextmanager
 def naming_lost_peer(job: Job) -> Iterator[None]:
     """Convert a failed collective to an error that names the lost task.
@@ -78,7 +82,8 @@ def naming_lost_peer(job: Job) -> Iterator[None]:
         yield
     except (tf.errors.OpError, ConnectionError) as error:
         lost = job.ring.lost
-        if not lost or not (lost in str(error) or isinstance(error, _OF_PEERS)):
+        known = lost in str(error) or SUM_FAILED in str(error) or isinstance(error, _OF_PEERS)
+        if not lost or not known:
             raise
         if job.ring.stopped:
             raise ends_differ(job.ring.stopped, f"not in {job.name}") from error

@@ -8,12 +8,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from keras import Variable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from tfdist.errors import UsageError
-from tfdist.strategy.group import VariablePart, part_of
+from tfdist.strategy.group import SUM_FAILED, VariablePart, part_of
 from tfdist.strategy.job import current_job
 from tfdist.strategy.ring import Ring
 from tfdist.training.keras_compat.trace import StepTrace, current, warn_once
@@ -163,13 +164,24 @@ def _ring() -> Ring:
 
 
 def _in_turn(call: Callable[..., Any], tensors: Sequence[tf.Tensor]) -> Any:
-    """Call the ring with tensors, after all ring calls that were traced earlier."""
-    turn = _turn()
+    """Call the ring with tensors, after all ring calls that were traced earlier.
+
+    TensorFlow would log an exception of the call twice with its traceback. So a lost worker fails
+    an assertion, and `naming_lost_peer` reads the reason in the ring.
+    """
+
+    def without_exception(*arrays: Any) -> list[Any]:
+        try:
+            return [np.True_, *call(*arrays)]
+        except ConnectionError:
+            return [np.False_, *arrays]
+
+    turn, types = _turn(), [tensor.dtype for tensor in tensors]
     with tf.control_dependencies([turn.read_value()]):
-        results = tf.numpy_function(call, list(tensors), [tensor.dtype for tensor in tensors])
-    with tf.control_dependencies(results):
+        done, *results = tf.numpy_function(without_exception, list(tensors), [tf.bool, *types])
+    with tf.control_dependencies([tf.raw_ops.Assert(condition=done, data=[SUM_FAILED])]):
         turn.assign_add(1, read_value=False)
-    return results
+        return [tf.identity(result) for result in results]
 
 
 @functools.cache
