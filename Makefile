@@ -104,11 +104,9 @@ test-buckets: .venv-buckets/.ready  ## checkpoints in s3:// and gs://, on local 
 test-flyte: .venv-flyte/.ready  ## the workflow of launch/flyte with flytekit, which is installed beside .venv
 	$(CPU_ONLY) .venv-flyte/bin/python -m pytest tests/flyte $(ARGS)
 
-# Packages of flytekit need an older python-dateutil.
 .venv-flyte/.ready: $(READY) Makefile
 	$(call MAKE_BESIDE,.venv-flyte)
-	grep -v '^python-dateutil=' constraints.txt >.venv-flyte/constraints.txt
-	.venv-flyte/bin/python $(INSTALL) $(FLYTE) -c .venv-flyte/constraints.txt
+	.venv-flyte/bin/python $(INSTALL) $(FLYTE) -c constraints.txt
 	touch $@
 
 test-migrations: .venv-migrations/.ready  ## both sides of docs/migrate, with the real tf_keras, Horovod, torch, Lightning and Ray
