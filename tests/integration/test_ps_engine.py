@@ -206,7 +206,7 @@ class Work:
             self.ended.add(first)
         return np.array([last]), []
 
-    def take(self, numbers):
+    def take(self, numbers, *, steps):
         self.logs = {"done": float(numbers[0])}
         return numbers[:0]
 
@@ -305,6 +305,26 @@ def test_a_metric_has_the_totals_of_the_chief(engine):
     made.metrics[0].assign(0.0)
     engine.publish_metrics(made)
     assert made.metrics[0].numpy() == 0.0
+
+
+def test_the_length_of_a_work_unit_does_not_change_the_bits_of_a_metric():
+    steps = np.random.RandomState(0).rand(12, 2).astype(np.float32)
+
+    def totals(*lengths):
+        work = SimpleNamespace(
+            totals=None, _num_totals=2, _dtype_of_totals=np.float32, _log_shapes={}
+        )
+        for rows in np.split(steps, np.cumsum(lengths)[:-1]):
+            numbers = np.concatenate([rows.ravel(), np.ones(len(rows))])
+            assert engine_module.Work.take(work, numbers, steps=len(rows)).tolist() == [1] * len(
+                rows
+            )
+        return work.totals.tolist()
+
+    one_by_one = np.float32([0, 0])
+    for row in steps:
+        one_by_one += row
+    assert totals(12) == totals(5, 7) == totals(1, 1, 10) == one_by_one.tolist()
 
 
 LOST_FUNCTION = "'f' is neither a type of a primitive operation nor a name of a function registered"

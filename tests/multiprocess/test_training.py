@@ -239,10 +239,4 @@ def test_both_fits_have_identical_bits_even_after_kills(tmp_path, flags):
     trained = list(map(json.loads, lines))
     assert len(trained) >= 4, said
     assert len({digest for _, digest in trained}) == 1, said
-    for history, _ in trained[1:]:
-        if flags[0] == "--strategy=ps":  # the time of the steps decides how metrics are added
-            keras.tree.map_structure(
-                functools.partial(np.testing.assert_allclose, rtol=1e-6), history, trained[0][0]
-            )
-        else:
-            assert history == trained[0][0], said
+    assert all(history == trained[0][0] for history, _ in trained), said

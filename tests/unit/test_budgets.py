@@ -28,7 +28,7 @@ LINES = {
     "data": 2_669,
     "checkpoint": 2_804,
     "training": 8_688,
-    "ps, pipeline": 4_892,
+    "ps, pipeline": 4_920,
     "elastic": 1_692,
     "tuning": 3_056,
     "serving": 3_213,

@@ -1,8 +1,8 @@
 """Parameter server engine: the chief dispatches work units (ranges of steps) to workers.
 
 A step is an update by a single worker. The chief sends arrays to a worker once, and the worker
-keeps them. A worker returns the metrics of its unit with the result, and the chief adds them up.
-Counts never depend on a variable that several workers write at once.
+keeps them. A worker returns the metrics of each step with its unit's result. The chief adds them up
+in the order of the steps. Counts never depend on a variable that several workers write at once.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tfdist.training.metric_totals import require_sums
 from tfdist.training.program import Engine, StepProgram, run_replica
 
 _CLOSURE_STEPS = 32
+_CLOSURE_TOTALS = 2**17  # numbers of metrics in a work unit's result: 1 MB
 _CLOSURES_PER_WORKER = 2
 
 
@@ -87,7 +88,9 @@ class ParameterServerEngine(Engine):
         if not self._under_way:
             work.count_from(first)
         most = steps_of_a_unit(
-            most=_CLOSURE_STEPS, workers=self._workers, max_staleness=program.max_staleness
+            most=min(_CLOSURE_STEPS, _CLOSURE_TOTALS // max(1, size_of_totals(program)) or 1),
+            workers=self._workers,
+            max_staleness=program.max_staleness,
         )
         each = -(-(last - first) // (self._workers * _CLOSURES_PER_WORKER))
         each = min(max(each, 1), most)
@@ -177,8 +180,8 @@ class ParameterServerEngine(Engine):
 
     def take_state(self, program: StepProgram) -> None:
         """Set the totals from the model's metrics."""
-        flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
-        self._prepared(program).totals = np.concatenate([*flat, np.zeros(0)])
+        flat = [np.asarray(v.numpy()).ravel() for v in program.metrics]
+        self._prepared(program).totals = np.concatenate(flat) if flat else None
 
     def _dispatch(self, program: StepProgram, first: int, last: int) -> Future[Done]:
         return self._worker_pool.submit(
@@ -189,7 +192,7 @@ class ParameterServerEngine(Engine):
 
     def _account(self, unit: DispatchedBlock, done: Done) -> None:
         numbers, rows = done.value
-        ages = self._work[unit.program].take(numbers)
+        ages = self._work[unit.program].take(numbers, steps=unit.last - unit.first)
         if unit.program.training:
             self._worker_pool.account.done(unit.first, unit.last, times=done.times, staleness=ages)
             self._completed += unit.last - unit.first
@@ -240,6 +243,11 @@ class ParameterServerEngine(Engine):
         }
 
 
+def size_of_totals(program: StepProgram) -> int:
+    """Return how many numbers the metrics of a program have."""
+    return sum(int(np.prod(v.shape)) for v in program.metrics)
+
+
 def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> int:
     """Return the most steps per work unit that still keep as many workers busy as possible.
 
@@ -259,7 +267,8 @@ class _Carried(NamedTuple):
     """State that a step of a work unit passes to the next step.
 
     `logs` are float32 ``[numbers]``, and `counts` the update counts of the optimizers. `rows` are
-    the observers' records, `ages` the lists of `UpdateClock.step`, `totals` the metric variables.
+    the observers' records, `ages` the lists of `UpdateClock.step`. `totals` is an array with a row
+    per step: the metric variables, each from 0.
     """
 
     step: tf.Tensor
@@ -267,7 +276,7 @@ class _Carried(NamedTuple):
     rows: list[Any]
     ages: list[tf.Tensor]
     counts: tf.Tensor
-    totals: list[tf.Tensor]
+    totals: tf.TensorArray
 
 
 class Work:
@@ -287,7 +296,9 @@ class Work:
         self._program = program
         self._strategy = strategy
         self._clock = clock
-        self._num_totals = sum(int(np.prod(v.shape)) for v in program.metrics)
+        self._num_totals = size_of_totals(program)
+        dtypes = [tf.as_dtype(v.dtype).as_numpy_dtype for v in program.metrics]
+        self._dtype_of_totals = np.result_type(*dtypes) if dtypes else np.float32
         self._log_shapes: dict[str, tuple[int, ...]] = {}
         # The update count of each optimizer that a step applies, and its increment per step. Then
         # the values of these counts before step 0, and when the workers were last idle.
@@ -334,10 +345,17 @@ class Work:
             found = self._closure(given, tf.constant(numbers))
         return keras.tree.map_structure(_as_numpy, found)
 
-    def take(self, numbers: np.ndarray) -> np.ndarray:
-        """Add the totals and set the logs of a range. Return the staleness of its steps."""
-        totals, rest = np.split(numbers, [self._num_totals])
-        self.totals = totals if self.totals is None else self.totals + totals
+    def take(self, numbers: np.ndarray, *, steps: int) -> np.ndarray:
+        """Add the totals and set the logs of a range. Return the staleness of its steps.
+
+        Totals are added step by step in the metrics' own type, so that their bits do not depend on
+        the length of a work unit.
+        """
+        rows, rest = np.split(numbers, [steps * self._num_totals])
+        rows = rows.reshape(steps, self._num_totals).astype(self._dtype_of_totals)
+        if self.totals is not None:
+            rows = np.concatenate([self.totals[None], rows])
+        self.totals = np.add.accumulate(rows)[-1]
         logs: dict[str, Any] = {}
         for name, shape in self._log_shapes.items():
             log, rest = np.split(rest, [math.prod(shape)])
@@ -363,7 +381,9 @@ class Work:
             rows=[observer.rows(steps) for observer in program.observers],
             ages=self._clock.begin() if self._clock else [],
             counts=numbers[2:],
-            totals=[tf.zeros(tuple(v.shape), v.dtype) for v in program.metrics],
+            totals=tf.TensorArray(
+                tf.float64, tf.cast(steps, tf.int32), element_shape=[self._num_totals]
+            ),
         )
         any_shape, scalar, vector = tf.TensorShape(None), tf.TensorShape([]), tf.TensorShape([None])
         shapes = _Carried(
@@ -372,7 +392,7 @@ class Work:
             rows=[[any_shape for _ in rows] for rows in begin.rows],
             ages=[scalar for _ in begin.ages],
             counts=vector,
-            totals=[zero.shape for zero in begin.totals],
+            totals=any_shape,
         )
         end = tf.while_loop(
             lambda carried: carried.step < last,
@@ -383,7 +403,7 @@ class Work:
         )[0]
         stale = self._clock.staleness(end.ages) if self._clock else tf.zeros([0])
         # A single vector, because each tensor would be a separate message.
-        parts = [tf.reshape(tf.cast(p, tf.float64), [-1]) for p in (*end.totals, end.logs, stale)]
+        parts = [_numbers(part) for part in (end.totals.stack(), end.logs, stale)]
         return tf.concat(parts, 0), [[row.stack() for row in noted] for noted in end.rows]
 
     def _turn(self, given: _Carried, first: tf.Tensor, part_of: Callable[..., Part]) -> _Carried:
@@ -394,7 +414,8 @@ class Work:
         ages, part = given.ages, part_of(given.step)
         rows = [o.noted(r, position, [part]) for o, r in zip(observers, given.rows, strict=True)]
         updates = UpdateCounts(given.counts)
-        one_step = functools.partial(self._step, given.step, part, given.totals, updates)
+        zeros = [tf.zeros(tuple(v.shape), v.dtype) for v in self._program.metrics]
+        one_step = functools.partial(self._step, given.step, part, zeros, updates)
         if clock:
             (outputs, totals), ages = clock.step(ages, work=one_step)
         else:
@@ -410,7 +431,10 @@ class Work:
             rows=rows,
             ages=ages,
             counts=updates.after(),
-            totals=totals,
+            totals=given.totals.write(
+                tf.cast(position, tf.int32),
+                tf.concat([*map(_numbers, totals), tf.zeros([0], tf.float64)], 0),
+            ),
         )
 
     def _logs(self, outputs: dict[str, Any]) -> tf.Tensor:
@@ -454,6 +478,10 @@ class Work:
 
         self._strategy.run(in_replica)
         return returned[0], [local[id(v)] for v in program.metrics] if totals else []
+
+
+def _numbers(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tf.cast(tensor, tf.float64), [-1])
 
 
 def _as_numpy(value: Any) -> Any:
