@@ -178,7 +178,8 @@ def _gist(message: str) -> str:
     lines = [line.strip() for line in message.splitlines()]
     lines = [line for line in lines if line and not line.startswith("[[")]
     if len(lines) > 1 and lines[0].endswith(":"):
-        return f"{lines[0]} {lines[-1]}"
+        roots = [line[4:] for line in lines if line.startswith("(0) ")]  # of several errors
+        return f"{lines[0]} {roots[0] if roots else lines[-1]}"
     return lines[0] if lines else ""
 
 
