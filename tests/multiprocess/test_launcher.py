@@ -131,19 +131,25 @@ raise UsageError("--lr", "-1 is too small", fix="write more")
 """
 
 
+WORDS = "--lr: -1 is too small. Fix: write more"
+
+
 @STARTS
 @pytest.mark.parametrize(
     ("source", "code", "cause"),
     [
         ("import sys; sys.exit('no data')", 1, "no data (exit code 1)"),
         ("import os; os.kill(os.getpid(), 9)", 137, "killed by SIGKILL, not by the launcher"),
-        (MISTAKE, 2, "--lr: -1 is too small. Fix: write more (exit code 2)"),
+        (MISTAKE, 2, f"{WORDS} (exit code 2)"),
     ],
 )
 def test_the_launcher_exits_with_the_code_of_its_task(launch, command, source, code, cause):
     job = launch(source, "--run_dir=run", command=command)
     assert job.end() == code
-    assert f"[launch] worker-0 failed first: {cause}\n" in job.text
+    shown = cause.replace(WORDS, "see the message above")
+    assert f"[launch] worker-0 failed first: {shown}\n" in job.text
+    assert job.text.count(WORDS) == (code == 2)
+    assert f"[launch] {'resume' if code == 137 else 'after the fix'}: " in job.text
     assert report("run")["attempts"][0]["first_failure"]["cause"] == cause
     assert stat.S_IMODE(os.stat("run/report.json").st_mode) == 0o600
     assert "Traceback" not in job.text

@@ -169,6 +169,34 @@ def test_remarks_are_written_to_a_separate_standard_error(reader, tmp_path):
     assert reader.text().endswith(f"exit code 1\n[launch] its output is in {tmp_path}/log\n")
 
 
+MISTAKE = "--lr: -1 is too small. Fix: write more"
+
+
+def test_a_mistake_is_shown_once(reader, tmp_path):
+    errors = Reader(colour=True)
+    for out, err, place in ((errors, errors, "above"), (reader, errors, "below")):
+        screen = JobScreen(out=out.console, err=err.console)
+        for task in (W0, W1):
+            screen.open(task, tmp_path / str(task)).feed(f"{MISTAKE}\n".encode())
+        screen.show_failure(W1, f"{MISTAKE} (exit code 2)")
+        screen.close()
+        text = errors.text()
+        assert f"worker-1 failed first: see the message {place} (exit code 2)\n" in text
+        assert text.count(MISTAKE) == 1
+    assert reader.text() == f"[worker-0] {MISTAKE}\n"
+    errors.close()
+
+
+def test_an_unshown_mistake_is_named_by_the_launcher(reader, tmp_path):
+    screen = JobScreen(out=reader.console, err=reader.console)
+    output = screen.open(W1, tmp_path / "log")
+    output.muted = True
+    output.feed(f"{MISTAKE}\n".encode())
+    screen.show_failure(W1, MISTAKE)
+    screen.close()
+    assert f"[launch] worker-1 failed first: {MISTAKE}\n" in reader.text()
+
+
 # the last lines
 
 
@@ -182,11 +210,13 @@ def test_the_closing_lines_name_results_and_resume_command(tmp_path, monkeypatch
         line = {"step": step, "loss": loss, "accuracy": step / 7, "examples": 8}
         RunDirectory(run).append_metrics(line)
     resume = resume_command(parse(["--resume", *given]), run)
+    write_json(run / "report.json", {"attempts": [{"first_step_s": 2.5}]})
     failed = closing_lines(run, exit_code=1, seconds=75.4, resume=resume)
+    (run / "report.json").unlink()
     assert failed == [
         "failed after 0:01:15 (exit code 1)",
         "metrics at step 3: loss not finite, accuracy 0.4286; best loss 0.25 at step 2",
-        "files in 'runs/a b': backup/, metrics.jsonl",
+        "files in 'runs/a b': backup/, metrics.jsonl, report.json",
         "report: tfdist report 'runs/a b'",
         f"resume: {resume}",
     ]
@@ -195,6 +225,23 @@ def test_the_closing_lines_name_results_and_resume_command(tmp_path, monkeypatch
     assert parse(words[3:]) == parse(["--run_dir", "runs/a b", *given])
     assert closing_lines(run, exit_code=0, seconds=0.2, resume="")[0] == "done in 0:00:00"
     assert closing_lines(run, exit_code=143, seconds=1, resume="")[0].startswith("stopped after")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "attempts", "label"),
+    [
+        (2, [], "after the fix"),
+        (1, [{"first_step_s": None, "first_failure": {"step": None}}], "after the fix"),
+        (1, [{"first_step_s": None, "first_failure": {"step": 3}}], "resume"),
+        (2, [{"first_step_s": 2.5, "first_failure": None}, {}], "resume"),
+        (143, [], "resume"),
+        (137, [], "resume"),
+    ],
+)
+def test_only_a_job_with_state_offers_to_resume(tmp_path, exit_code, attempts, label):
+    write_json(tmp_path / "report.json", {"attempts": attempts})
+    *_, last = closing_lines(tmp_path, exit_code=exit_code, seconds=1, resume="command")
+    assert last == f"{label}: command"
 
 
 @pytest.mark.parametrize(

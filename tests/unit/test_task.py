@@ -27,6 +27,12 @@ from tfdist.launch.task import note_to, run_program
             "Connection reset by peer\\n\\t [[{{node x}}]] [Op:__inference_1]')",
             "RuntimeError: Graph execution error: Connection reset by peer",
         ),
+        (
+            "RuntimeError('Graph execution error:\\n\\nDetected at node x\\n2 root errors found.\\n"
+            "  (0) INVALID_ARGUMENT: no file\\n\\t [[{{node x}}]]\\n  (1) CANCELLED: step\\n"
+            "0 derived errors ignored. [Op:__inference_1]')",
+            "RuntimeError: Graph execution error: INVALID_ARGUMENT: no file",
+        ),
     ],
 )
 def test_the_cause_is_the_line_of_the_exception(tmp_path, raised, cause, monkeypatch):

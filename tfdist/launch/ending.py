@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import settings
-from tfdist.errors import TfdistError, UsageError, named
+from tfdist.errors import EXIT_FAILED, EXIT_USAGE, TfdistError, UsageError, named
 from tfdist.files import is_held
 from tfdist.launch.events import STOP_CODES
 from tfdist.launch.live import LIVE_FILE
 from tfdist.launch.multihost.host_agreement import without_secrets
 from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions
-from tfdist.launch.run_dir import REPORT_FILE, RUNS, slurm_prefix
+from tfdist.launch.run_dir import REPORT_FILE, RUNS, earlier_attempts, slurm_prefix
 from tfdist.options import LaunchFlags, names_of, table
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
 
@@ -142,7 +142,18 @@ def closing_lines(run_dir: Path, *, exit_code: int, seconds: float, resume: str)
         files = [name for name in names if not name.startswith((".", "old-", LIVE_FILE))]
         lines.append(f"files in {where}: {named(files)}")
     lines.append(f"report: tfdist report {where}")
-    return [*lines, f"resume: {resume}"] if exit_code else lines
+    if not exit_code:
+        return lines
+    never_began = exit_code in (EXIT_FAILED, EXIT_USAGE) and not _has_steps(run_dir)
+    return [*lines, f"{'after the fix' if never_began else 'resume'}: {resume}"]
+
+
+def _has_steps(run_dir: Path) -> bool:
+    """Return whether the report has an attempt that finished a step."""
+    return any(
+        entry.get("first_step_s") is not None or (entry.get("first_failure") or {}).get("step")
+        for entry in earlier_attempts(run_dir)
+    )
 
 
 def _metric_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import select
 from collections import deque
 from collections.abc import Mapping
@@ -12,9 +13,11 @@ from pathlib import Path
 
 from tfdist.chatter import CHATTER
 from tfdist.cluster import Task
+from tfdist.launch.task import MAX_CAUSE_CHARS
 
 _CHUNK_BYTES = 4096  # a ready pipe accepts this much without blocking
 _BACKLOG_BYTES = 1 << 20
+_MISTAKE = re.compile(rb"(\S+) (.*\. Fix: .*)")  # name of a task, and text of its UsageError
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
@@ -28,6 +31,8 @@ class Console:
     def __init__(self, fd: int, *, colour: bool = False) -> None:
         self.fd = fd
         self.is_closed = False
+        self.mistake = b"", b""
+        """Task and text of the last UsageError that was shown."""
         self._colour = colour
         self.backlog = bytearray()
 
@@ -54,7 +59,12 @@ class Console:
         self.pass_on(prefix + b" " + text)
 
     def pass_on(self, line: bytes) -> None:
-        """Add an unchanged line, such as a line from an agent."""
+        """Add a line, such as a line from an agent. Drop a UsageError that another task printed."""
+        if found := _MISTAKE.fullmatch(line):
+            name, text = self.mistake
+            if text == found[2] and name != found[1]:
+                return
+            self.mistake = found[1], found[2]
         if not self.is_closed:
             self.backlog += line + b"\n"
 
@@ -260,11 +270,16 @@ class JobScreen:
 
     def _failure_block(self, task: Task, output: TaskOutput | None, cause: str) -> str:
         where = f" on {self.hosts[task]}" if task in self.hosts else ""
+        lines, is_shown = self.last_lines(task), self.out is self.err
+        texts = [self.out.mistake[1].decode(errors="backslashreplace")] if is_shown else lines
+        for text in texts:  # do not repeat a UsageError
+            if ". Fix: " in text:
+                place = f"see the message {'above' if is_shown else 'below'}"
+                cause = cause.replace(text[:MAX_CAUSE_CHARS], place, 1)
         head = f"{task}{where} failed first: {cause}"
-        lines = self.last_lines(task)
         if not lines:
             return head if output is None else f"{head}\nit printed nothing"
-        if self.out is self.err:  # all its lines were shown
+        if is_shown:
             return f"{head}\nits output is in {output.log_path}" if output else head
         source = f", from {output.log_path}" if output else ""
         return "\n".join([head, f"its last lines{source}:", *(f"  {line}" for line in lines)])

@@ -27,7 +27,7 @@ _OURS = {
     "<frozen importlib._bootstrap>",
 }
 _INTERRUPTED = 130
-_MAX_CAUSE_CHARS = 500  # a note, with its escapes, fits one atomic write to the pipe
+MAX_CAUSE_CHARS = 500  # a note, with its escapes, fits one atomic write to the pipe
 
 
 def main(argv: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ def note_to(notes_fd: int, *, task: str) -> Callable[[int, str], None]:
     def failed(exit_code: int, cause: str) -> None:
         if os.getpid() != pid:
             return
-        line = cause.partition("\n")[0][:_MAX_CAUSE_CHARS]
+        line = cause.partition("\n")[0][:MAX_CAUSE_CHARS]
         said = {"exit_code": exit_code, "cause": line, "step": steps_done()}
         note = _note("raised", task, at_s=time.monotonic(), **said)
         try:
@@ -178,7 +178,8 @@ def _gist(message: str) -> str:
     lines = [line.strip() for line in message.splitlines()]
     lines = [line for line in lines if line and not line.startswith("[[")]
     if len(lines) > 1 and lines[0].endswith(":"):
-        return f"{lines[0]} {lines[-1]}"
+        roots = [line[4:] for line in lines if line.startswith("(0) ")]  # of several errors
+        return f"{lines[0]} {roots[0] if roots else lines[-1]}"
     return lines[0] if lines else ""
 
 
