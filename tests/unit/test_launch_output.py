@@ -14,7 +14,7 @@ import pytest
 from tfdist import chatter
 from tfdist.cluster import Task
 from tfdist.files import write_json
-from tfdist.launch import job
+from tfdist.launch import job_run
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.ending import closing_lines, resume_command
 from tfdist.launch.options import LaunchOptions, Program, parse
@@ -274,11 +274,13 @@ def test_output_before_a_launcher_failure_is_written(tmp_path, monkeypatch, capf
     def fail(*args, **more):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(job.LocalProcesses, "begin_attempt", fail)
+    monkeypatch.setattr(job_run.LocalProcesses, "begin_attempt", fail)
     script, run_dir = tmp_path / "program.py", tmp_path / "run"
     script.touch()
     program = Program(target=str(script), is_module=False)
     with pytest.raises(OSError, match="open files"):
-        job.run_job(LaunchOptions(run_dir=str(run_dir), program=program), environ=dict(os.environ))
+        job_run.run_job(
+            LaunchOptions(run_dir=str(run_dir), program=program), environ=dict(os.environ)
+        )
     assert f"run directory {run_dir}\n" in capfd.readouterr().out
     assert json.loads((run_dir / "report.json").read_text())["exit_code"] == 1
