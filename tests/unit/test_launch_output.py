@@ -179,13 +179,13 @@ def test_the_closing_lines_name_results_and_resume_command(tmp_path, monkeypatch
     (run / "backup").mkdir(parents=True)
     (run / "live.json").touch()
     for step, loss in enumerate((0.5, 0.25, None), 1):
-        line = {"step": step, "loss": loss, "accuracy": step / 7, "examples": 8}
+        line = {"step": step, "virtual_epoch": step, "loss": loss, "acc": step / 6}
         RunDirectory(run).append_metrics(line)
     resume = resume_command(parse(["--resume", *given]), run)
     failed = closing_lines(run, exit_code=1, seconds=75.4, resume=resume)
     assert failed == [
         "failed after 0:01:15 (exit code 1)",
-        "metrics at step 3: loss not finite, accuracy 0.4286; best loss 0.25 at step 2",
+        "metrics at step 3 (end of epoch 3): loss not finite, acc 0.5; best loss 0.25 at step 2",
         "files in 'runs/a b': backup/, metrics.jsonl",
         "report: tfdist report 'runs/a b'",
         f"resume: {resume}",
