@@ -61,7 +61,7 @@ def _kill_when_told(order: Path) -> None:
 
 
 def _sampler(keras: Any, strategy: Any, order: Path) -> Any:
-    from tfdist.ps.workers import worker_pool_of
+    from tfdist.ps.worker_pool import worker_pool_of
 
     class Sampler(keras.callbacks.Callback):
         """At each epoch's end, when no piece is under way: the time, and the steps of each."""

@@ -16,9 +16,9 @@ from tfdist import phases
 from tfdist.cluster import KINDS
 from tfdist.errors import PeerLost
 from tfdist.ps import engine as engine_module
-from tfdist.ps import workers as workers_module
+from tfdist.ps import worker_pool
 from tfdist.ps.engine import ParameterServerEngine
-from tfdist.ps.workers import WorkerPool
+from tfdist.ps.worker_pool import WorkerPool
 from tfdist.training import building, engines
 from tfdist.training.program import StepProgram
 
@@ -53,8 +53,8 @@ class Connections:
 
 @pytest.fixture
 def connections(monkeypatch):
-    monkeypatch.setattr(workers_module, "_PROBE_EVERY_S", 0.02)
-    monkeypatch.setattr(workers_module, "_GONE_S", 0.2)
+    monkeypatch.setattr(worker_pool, "_PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(worker_pool, "_GONE_S", 0.2)
     return Connections()
 
 

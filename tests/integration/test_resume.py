@@ -88,6 +88,10 @@ def test_max_time_limits_the_whole_run_and_can_grow(strategies, tmp_path, monkey
     assert [line.partition(";")[0] for line in said] == [
         f"max_time: the run stops after {step} s at step {step}" for step in (7, 7, 24, 29)
     ]
+    assert [line for line in warnings() if line.startswith("resumes")] == [
+        f"resumes at step {step} (epoch {epoch}) from {tmp_path / 'run'}"
+        for step, epoch in ((7, 1), (7, 1), (24, 3), (29, 3))
+    ]
     for wrong in ("1:00", -1, "soon"):
         _, code = refused(lambda wrong=wrong: fit(model, tmp_path / "run", max_time=wrong))
         assert code == "not-a-number"

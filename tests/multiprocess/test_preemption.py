@@ -36,6 +36,9 @@ def test_a_stopped_job_ends_like_an_undisturbed_one(tmp_path):
     assert last.end() == 0, last.logs()
     summary = summary_of(run_dir)
     assert (summary["status"], summary["resumed_from_step"]) == ("done", stopped_at), last.logs()
+    (resumes,) = [line for line in last.said if "resumes at step" in line]
+    assert resumes.startswith("[worker-0] "), last.logs()
+    assert f"resumes at step {stopped_at} (epoch " in resumes, last.logs()
 
     whole = TrainingJob(tmp_path / "whole", *TWO_WORKERS)
     assert whole.end() == 0, whole.logs()

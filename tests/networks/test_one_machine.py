@@ -95,7 +95,7 @@ def test_other_machines_cannot_connect_to_a_local_job(launch, network, running, 
     said, _ = stranger.communicate("", timeout=jobs.DEADLINE_S)
     assert "dropped" in said
     assert "connected" not in said
-    assert re.search(r"servers \(ports 2000\d, .*other machines cannot", job.text)
+    assert re.search(r"all users .* servers \(ports 2000\d, ", job.text)
 
 
 @pytest.mark.parametrize("user", [(), AS_USER], ids=["root", "user"])

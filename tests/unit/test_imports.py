@@ -116,14 +116,14 @@ def test_one_process_trains_and_searches_without_linux(tmp_path):
 
 BEGINS_WITHOUT = {
     "rooms": (
-        "import tfdist.launch.job, tfdist.launch.spawn, tfdist.outputs, tfdist.report.__main__,"
+        "import tfdist.launch.job_run, tfdist.launch.spawn, tfdist.outputs, tfdist.report.__main__,"
         " tfdist.configs, tfdist.top, tfdist.find.batch_size, tfdist.serve,"
         " tfdist.serving.front, tfdist.serving.supervisor, tfdist.serving.replica; tfdist.spawn",
         {*HEAVY, "cloudpickle"},
     ),
     "tfdist": ("import tfdist; tfdist.errors.near", {*HEAVY, "rich", "tfdist.launch"}),
     "store": ("import tfdist.checkpoint.store", {"tensorflow", "keras"}),
-    "launch": ("import tfdist.launch.job", {"absl", "psutil", "importlib.metadata"}),
+    "launch": ("import tfdist.launch.job_run", {"absl", "psutil", "importlib.metadata"}),
     "launch --help": (
         "from tfdist.launch.__main__ import main; main(['--help'])",
         {*HEAVY, "ml_collections", "psutil", "tfdist.launch.plan", "subprocess"},

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.refusals import refused
-from tfdist.launch import job
+from tfdist.launch import job_run
 from tfdist.launch.__main__ import main
 from tfdist.launch.options import (
     Program,
@@ -138,7 +138,7 @@ def test_system_limits_are_a_one_line_error(monkeypatch, capsys, number, fix):
     def run_job(options, **_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(job, "run_job", run_job)
+    monkeypatch.setattr(job_run, "run_job", run_job)
     if fix is None:
         with pytest.raises(OSError, match="Bad file descriptor"):
             main(["train.py"])

@@ -8,7 +8,7 @@ import pytest
 from tests.refusals import refused
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
-from tfdist.launch.job import run_job, with_variables
+from tfdist.launch.job_run import run_job, with_variables
 from tfdist.launch.multihost.agents import shell_of
 from tfdist.launch.multihost.host_agreement import passed_variables, without_secrets
 from tfdist.launch.multihost.hosts import (

@@ -14,7 +14,7 @@ import pytest
 from tfdist import chatter
 from tfdist.cluster import Task
 from tfdist.files import write_json
-from tfdist.launch import job
+from tfdist.launch import job_run
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.ending import closing_lines, resume_command
 from tfdist.launch.options import LaunchOptions, Program, parse
@@ -207,7 +207,7 @@ def test_the_closing_lines_name_results_and_resume_command(tmp_path, monkeypatch
     (run / "backup").mkdir(parents=True)
     (run / "live.json").touch()
     for step, loss in enumerate((0.5, 0.25, None), 1):
-        line = {"step": step, "loss": loss, "accuracy": step / 7, "examples": 8}
+        line = {"step": step, "virtual_epoch": step, "loss": loss, "acc": step / 6}
         RunDirectory(run).append_metrics(line)
     resume = resume_command(parse(["--resume", *given]), run)
     write_json(run / "report.json", {"attempts": [{"first_step_s": 2.5}]})
@@ -215,7 +215,7 @@ def test_the_closing_lines_name_results_and_resume_command(tmp_path, monkeypatch
     (run / "report.json").unlink()
     assert failed == [
         "failed after 0:01:15 (exit code 1)",
-        "metrics at step 3: loss not finite, accuracy 0.4286; best loss 0.25 at step 2",
+        "metrics at step 3 (end of epoch 3): loss not finite, acc 0.5; best loss 0.25 at step 2",
         "files in 'runs/a b': backup/, metrics.jsonl, report.json",
         "report: tfdist report 'runs/a b'",
         f"resume: {resume}",
@@ -321,11 +321,13 @@ def test_output_before_a_launcher_failure_is_written(tmp_path, monkeypatch, capf
     def fail(*args, **more):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(job.LocalProcesses, "begin_attempt", fail)
+    monkeypatch.setattr(job_run.LocalProcesses, "begin_attempt", fail)
     script, run_dir = tmp_path / "program.py", tmp_path / "run"
     script.touch()
     program = Program(target=str(script), is_module=False)
     with pytest.raises(OSError, match="open files"):
-        job.run_job(LaunchOptions(run_dir=str(run_dir), program=program), environ=dict(os.environ))
+        job_run.run_job(
+            LaunchOptions(run_dir=str(run_dir), program=program), environ=dict(os.environ)
+        )
     assert f"run directory {run_dir}\n" in capfd.readouterr().out
     assert json.loads((run_dir / "report.json").read_text())["exit_code"] == 1

@@ -16,7 +16,7 @@ from tfdist.cluster import decode
 from tfdist.cluster import ports as held_ports
 from tfdist.cluster.ports import PortPool
 from tfdist.errors import TfdistError
-from tfdist.launch.job import run_job
+from tfdist.launch.job_run import run_job
 from tfdist.launch.machine import Machine, listed_gpus, this_machine, visible_gpus
 from tfdist.launch.options import parse
 from tfdist.launch.plan import JobDescription, decided_kind, render, start_method

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.refusals import refusal
 from tfdist.cluster import KINDS, Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
-from tfdist.launch import job
+from tfdist.launch import job_run
 from tfdist.launch.events import (
     Acquaint,
     AskForStacks,
@@ -190,10 +190,10 @@ def test_a_failing_launcher_ends_its_agents(monkeypatch):
     team = Mock()
     team.gather.return_value = None
     team.roll_call.side_effect = OSError("a disk that is full")
-    monkeypatch.setattr(job, "Team", Mock(return_value=team))
-    monkeypatch.setattr(job, "_hub", Mock())
+    monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
+    monkeypatch.setattr(job_run, "_hub", Mock())
     with pytest.raises(OSError, match="full"):
-        job._lead(Mock())
+        job_run._lead(Mock())
     team.end.assert_called_once_with(EXIT_FAILED)
 
 

@@ -231,8 +231,8 @@ def test_a_listener_can_be_closed_to_other_machines(only_local):
     ("interfaces", "filters", "says"),
     [
         (["lo"], True, None),
-        (["lo", "eth0"], True, "ports 21, 22.*other machines cannot.*--isolate"),
-        (["lo", "eth0"], False, "ports 21, 22.*every machine of the network.*--isolate"),
+        (["lo", "eth0"], True, "^all users.*ports 21, 22.*--isolate"),
+        (["lo", "eth0"], False, "every machine of the network.*ports 21, 22.*--isolate"),
     ],
 )
 def test_the_launcher_reports_the_reach_of_its_ports(monkeypatch, interfaces, filters, says):

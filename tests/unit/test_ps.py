@@ -7,7 +7,7 @@ import pytest
 
 from tfdist.ps.engine import steps_of_a_unit
 from tfdist.ps.strategy import rows_of_parts
-from tfdist.ps.workers import Account, WorkUnit
+from tfdist.ps.worker_pool import Account, WorkUnit
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,10 @@ def test_without_an_argument_the_newest_run_is_shown(several, capsys):
         for file in run.iterdir():
             os.utime(file, (at, at))
     assert program.main([]) == 0
-    assert capsys.readouterr().out == "written: runs/newest/report.html\n"
+    assert capsys.readouterr().out == (
+        "newest run in runs/: runs/newest\n"
+        "written: runs/newest/report.html (open it in a browser, or use --serve)\n"
+    )
     shutil.rmtree(several)
     assert program.main([]) == 2
     assert capsys.readouterr().err.startswith("tfdist.report: RUN_DIR: runs/ has no run. Fix: ")
@@ -338,7 +341,7 @@ def test_a_directory_of_runs_shows_its_runs(several, capsys):
     shutil.rmtree(several / "a")
     shutil.rmtree(several / "b")
     assert program.main(["runs"]) == 0
-    assert "written: runs/report.html\n" in capsys.readouterr().out
+    assert "written: runs/report.html (" in capsys.readouterr().out
     assert program.main(["no"]) == 2
 
 

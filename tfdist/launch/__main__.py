@@ -48,7 +48,7 @@ def _run(argv: Sequence[str] | None) -> int:
         print(help_text(full="--helpfull" in words), flush=True)
         return 0
     from tfdist.launch.fork_server import FORK_SERVER  # slow: not for --help
-    from tfdist.launch.job import run_job
+    from tfdist.launch.job_run import run_job
 
     if options.probe:
         from tfdist.launch.probe import run_probe

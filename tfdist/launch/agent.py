@@ -25,7 +25,7 @@ from tfdist.launch.multihost.pipe import BEAT_EVERY_S, SILENT_S, Pipe
 
 _FIRST_S = 60.0
 _RETRY_S = 0.1
-MODULES = ("tfdist.launch.job", "tfdist.check")
+MODULES = ("tfdist.launch.job_run", "tfdist.check")
 """Modules with a `serve` that an agent may run."""
 
 

@@ -164,7 +164,8 @@ def _metric_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         for name, value in lines[-1].items()
         if name not in COUNTERS and isinstance(value, int | float | None)
     ]
-    text = f"metrics at step {lines[-1].get('step')}: {named(last, most=_MAX_METRICS)}"
+    at = f"step {lines[-1].get('step')} (end of epoch {lines[-1].get('virtual_epoch')})"
+    text = f"metrics at {at}: {named(last, most=_MAX_METRICS)}"
     name = "val_loss" if any("val_loss" in line for line in lines) else "loss"
     known = [line for line in lines if isinstance(line.get(name), int | float)]
     finite = [line for line in known if math.isfinite(line[name])]

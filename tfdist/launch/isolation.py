@@ -48,15 +48,12 @@ def reach(ports: Iterable[int]) -> str:
         others = [name for _, name in socket.if_nameindex() if name != "lo"]
         if not any(_flags(control, name) & _IFF_UP for name in others):
             return ""
-    servers = f"TensorFlow's servers (ports {named(ports)}) run any request that reaches them"
+    servers = f"TensorFlow's servers (ports {named(ports)}), which run any request"
     if kernel_filters():
-        return (
-            f"{servers}: every user of this machine can send requests, other machines cannot. "
-            "Use --isolate to keep other users out"
-        )
+        return f"all users of this machine can reach {servers}. On a shared machine, use --isolate"
     return (
-        f"{servers}: every machine of the network can send requests, because this kernel has no "
-        "socket filters. Use --isolate to close the ports"
+        "this kernel has no socket filters, so every machine of the network can reach "
+        f"{servers}. To close the ports, use --isolate"
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tfdist.errors import EXIT_FAILED, EXIT_OK, TfdistError, named
 from tfdist.kinds import KINDS
 from tfdist.launch.events import STOP_CODES
-from tfdist.launch.job import run_job
+from tfdist.launch.job_run import run_job
 from tfdist.launch.options import LaunchOptions, check_program
 from tfdist.launch.run_dir import earlier_attempts
 from tfdist.launch.screen import Console, JobScreen

@@ -30,7 +30,7 @@ from tfdist.ps.keras_compat import UpdateCounts
 from tfdist.ps.messages import READS, function_names, outermost, read_together
 from tfdist.ps.split import parts_of
 from tfdist.ps.strategy import bytes_on_servers, log_placement
-from tfdist.ps.workers import Done, WorkerIncarnation, is_of_the_network, worker_pool_of
+from tfdist.ps.worker_pool import Done, WorkerIncarnation, is_of_the_network, worker_pool_of
 from tfdist.strategy import Job
 from tfdist.strategy.devices import server_of
 from tfdist.training.feed import Part

@@ -35,15 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     mutually_exclusive({"--serve": arguments.serve, "--out": arguments.out})
     given = [Path(path) for path in arguments.run_dir] or [newest_run()]
+    if not arguments.run_dir:
+        print(f"newest run in runs/: {given[0]}")
     paths = [run for path in given for run in runs_in(path)]
     if arguments.serve:
         return _serve(paths, port=arguments.port)
     page = _page(paths)
-    out = Path(arguments.out) if arguments.out else _default_file(given)
+    out = Path(arguments.out or (given[0] if len(given) == 1 else Path()) / _FILE)
     require_writable("--out", out)
     with one_line_errors(out):
         write_text(out, page, durable=False, private=True)
-    print(f"written: {out}")
+    print(f"written: {out} (open it in a browser, or use --serve)")
     return EXIT_OK
 
 
@@ -61,10 +63,6 @@ def _parser() -> Parser:
     )
     parser.add_argument("--port", type=int, default=8765, metavar="P", help="--serve port (8765)")
     return parser
-
-
-def _default_file(paths: Sequence[Path]) -> Path:
-    return paths[0] / _FILE if len(paths) == 1 else Path(_FILE)
 
 
 def _serve(paths: Sequence[Path], *, port: int) -> int:

@@ -171,7 +171,7 @@ class TrainLoop:
             begin_epoch(self._callbacks.callbacks)
         self._call("on_epoch_begin", epoch)
         if within:
-            self._restore()  # after the hook: the checkpoint's values override the hook's
+            self._restore(epoch)  # after the hook: the checkpoint's values override the hook's
         if self._job.stages is None or not is_first:  # a pipeline starts with the chief's weights
             require_same_weights(self._job, self._model)
         try:
@@ -338,13 +338,10 @@ class TrainLoop:
         ended = saved.stopped or epoch == self._epochs.num_epochs
         if not ended and not asked and self.step > self._epochs.steps(epoch).start:
             return  # the run is within an epoch: `_run_epoch` restores it
-        self._restore()
+        self._restore(epoch, line=resume.NOTHING_LEFT if ended else resume.RESUMES)
         self._model.stop_training = saved.stopped or asked
-        if ended and self._job.is_chief:
-            directory = self._plan.backups[0].store.directory
-            _LOG.warning(resume.NOTHING_LEFT, self.step, directory)
 
-    def _restore(self) -> None:
+    def _restore(self, epoch: int, *, line: str = resume.RESUMES) -> None:
         with phases.entered("save"):
             if self._joined is not None:
                 self._take(self._joined)
@@ -354,7 +351,9 @@ class TrainLoop:
         for callback in self._callbacks.callbacks:
             if hasattr(callback, "resumed_at"):
                 callback.resumed_at(self.step)
-        _LOG.info("resumed at step %d", self.step)
+        if self._joined is None and self._job.is_chief:
+            directory = self._plan.backups[0].store.directory
+            _LOG.warning(line, {"step": self.step, "epoch": epoch + 1, "directory": directory})
 
     def _save(
         self,

@@ -140,9 +140,10 @@ def require_resumable(plan: RunPlan, *, job: Job) -> None:
 # validation.
 
 
+RESUMES = "resumes at step %(step)d (epoch %(epoch)d) from %(directory)s"
 NOTHING_LEFT = (
-    "the run already finished at step %d (checkpoints in %s). To start a new run, use another "
-    "directory"
+    "the run already finished at step %(step)d (checkpoints in %(directory)s). To start a new run, "
+    "use another directory"
 )
 _KEY = "logs_before_validation"
 

@@ -6,7 +6,7 @@ import time
 
 import tfdist
 from tfdist import phases
-from tfdist.ps.workers import worker_pool_of
+from tfdist.ps.worker_pool import worker_pool_of
 
 pool = worker_pool_of(tfdist.make_strategy(), patience_s=8)
 begun = collections.Counter()

@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfdist
 from tfdist.data import ArraySource, InputFunctionSource, StreamSource
 from tfdist.ps.engine import ParameterServerEngine
-from tfdist.ps.workers import worker_pool_of
+from tfdist.ps.worker_pool import worker_pool_of
 
 strategy = tfdist.make_strategy()
 

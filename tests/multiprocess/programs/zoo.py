@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.models import AtStep, Cut
-from tfdist.ps.workers import worker_pool_of
+from tfdist.ps.worker_pool import worker_pool_of
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 6).astype("float32")

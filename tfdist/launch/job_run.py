@@ -249,11 +249,10 @@ def _run(job: JobDescription, screen: JobScreen) -> int:
     ):
         if not network and job.kind.has_tensorflow_servers:
             network = reach(port.port for port in ports.renewed())
-        if network:
-            screen.out.say(network)  # a warning
         with RunDir(job.run_dir) as run_dir:
             screen.announce(f"run directory {job.run_dir}")
-            code = JobRun(job, processes, screen=screen, run_dir=run_dir).run()
+            run = JobRun(job, processes, screen=screen, run_dir=run_dir, warning=network)
+            code = run.run()
     screen.drain(is_hurried=code in STOP_CODES)
     return code
 
@@ -367,8 +366,10 @@ class JobRun:
         *,
         screen: JobScreen,
         run_dir: RunDir,
+        warning: str = "",
     ) -> None:
         self._job = job
+        self._warning = warning
         self._screen = screen
         self._processes = processes
         self._run_dir = run_dir
@@ -430,6 +431,7 @@ class JobRun:
         tasks = self._processes.begin_attempt(number, restarts=restarts)
         if not restarts:
             self._screen.announce(f"strategy {kind}: {_counted(tasks)}")
+            self._screen.out.say(self._warning)
         watchdog = Watchdog(
             hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
