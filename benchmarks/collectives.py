@@ -38,19 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--tasks", default="2,4", help="numbers of tasks")
+    parser.add_argument("--sizes", default=SIZES, type=_whole_numbers, help="bytes of an array")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--peer", default=str(ROOT / "benchmarks/.venv/bin/python"))
     parser.add_argument("--json", type=Path, help="file for the record")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.side:
-        return run_side(options.side, int(options.tasks))
+        return run_side(options.side, int(options.tasks), options.sizes)
     rows = []
     for tasks in map(int, options.tasks.split(",")):
         seconds: dict[tuple[str, int], dict[str, list[float]]] = defaultdict(dict)
         for _ in range(options.rounds):
             for side in SIDES:
-                for row in of_side(side, tasks, options.peer):
+                for row in of_side(side, tasks, options.sizes, options.peer):
                     of_sides = seconds[row["call"], row["bytes"]]
                     of_sides.setdefault(side, []).append(row["seconds"])
         for (call, size), of_sides in seconds.items():
@@ -61,6 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = {"cpus": len(os.sched_getaffinity(0)), "rows": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def _whole_numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -80,9 +85,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def of_side(side: str, tasks: int, peer: str) -> list[dict[str, Any]]:
+def of_side(side: str, tasks: int, sizes: Sequence[int], peer: str) -> list[dict[str, Any]]:
     """Run one side and return its rows."""
     own = ["-m", "benchmarks.collectives", "--side", side, "--tasks", str(tasks)]
+    own += ["--sizes", ",".join(map(str, sizes))]
     python = peer if side == "gloo" else sys.executable
     command = [python, *own]
     if side != "gloo":
@@ -100,24 +106,28 @@ def of_side(side: str, tasks: int, peer: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def run_side(side: str, tasks: int) -> int:
+def run_side(side: str, tasks: int, sizes: Sequence[int]) -> int:
     """Measure in this process, or in processes of its own."""
     if side == "gloo":
         import torch.multiprocessing as processes
 
-        processes.spawn(_of_gloo, (tasks,), nprocs=tasks)
+        processes.spawn(_of_gloo, (tasks, sizes), nprocs=tasks)
     elif side == "tfdist":
-        _of_tfdist(tasks)
+        _of_tfdist(tasks, sizes)
     else:
-        _of_tensorflow()
+        _of_tensorflow(sizes)
     return 0
 
 
 def measure(
-    side: str, calls_of: Callable[[int], Calls], slowest: Callable[[float], float], rank: int
+    side: str,
+    sizes: Sequence[int],
+    calls_of: Callable[[int], Calls],
+    slowest: Callable[[float], float],
+    rank: int,
 ) -> None:
     """Print the median seconds of each call and size."""
-    for size in SIZES:
+    for size in sizes:
         for name, call in calls_of(size).items():
             seconds: list[float] = []
             rounds = 3
@@ -133,7 +143,7 @@ def measure(
                 print(json.dumps({**row, "seconds": statistics.median(seconds[1:])}), flush=True)
 
 
-def _of_tfdist(tasks: int) -> None:
+def _of_tfdist(tasks: int, sizes: Sequence[int]) -> None:
     import tfdist
 
     strategy = tfdist.make_strategy()
@@ -151,11 +161,11 @@ def _of_tfdist(tasks: int) -> None:
             "all_gather": lambda: tfdist.all_gather(array),
         }
 
-    measure("tfdist", calls_of, lambda s: float(tfdist.all_gather(s).max()), rank)
+    measure("tfdist", sizes, calls_of, lambda s: float(tfdist.all_gather(s).max()), rank)
     tfdist.barrier()
 
 
-def _of_gloo(rank: int, tasks: int) -> None:
+def _of_gloo(rank: int, tasks: int, sizes: Sequence[int]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -183,11 +193,11 @@ def _of_gloo(rank: int, tasks: int) -> None:
         dist.all_gather(each, torch.tensor([seconds], dtype=torch.float64))
         return max(float(one) for one in each)
 
-    measure("gloo", calls_of, slowest, rank)
+    measure("gloo", sizes, calls_of, slowest, rank)
     dist.destroy_process_group()
 
 
-def _of_tensorflow() -> None:
+def _of_tensorflow(sizes: Sequence[int]) -> None:
     import tensorflow as tf
 
     import tfdist
@@ -210,7 +220,7 @@ def _of_tensorflow() -> None:
             "all_gather": lambda: all_of(array),
         }
 
-    measure("tensorflow", calls_of, lambda s: float(tfdist.all_gather(s).max()), rank)
+    measure("tensorflow", sizes, calls_of, lambda s: float(tfdist.all_gather(s).max()), rank)
     tfdist.barrier()
 
 

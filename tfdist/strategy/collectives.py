@@ -210,8 +210,10 @@ def _reduced(name: str, value: Any, op: str, *, root: int | None) -> Any:
             fix="convert the values, for example with astype('float32')",
             code="collective-type",
         )
-    totals: Sequence[_Array | None] = [array.copy() for array in arrays]
-    if job is not None:
+    totals: Sequence[_Array | None]
+    if job is None:
+        totals = [array.copy() for array in arrays]
+    else:
         of = _described(name, arrays, f"({op})", job, root)
         if root is not None:
             totals = [_sum_in_root(job, array, root, of=of) for array in arrays]
@@ -228,11 +230,10 @@ def _reduced(name: str, value: Any, op: str, *, root: int | None) -> Any:
 def _gathered(name: str, value: Any, *, root: int | None) -> Any:
     job, arrays = _fixed_job(name), _arrays(name, value)
     _require_root(name, job, root or 0)
-    rows: Sequence[_Array | None] = [array[np.newaxis].copy() for array in arrays]
-    if job is not None:
-        of = _described(name, arrays, "", job, root)
-        rows = [_rows(job, array, root, of=of) for array in arrays]
-    return _packed(value, rows)
+    if job is None:
+        return _packed(value, [array[np.newaxis].copy() for array in arrays])
+    of = _described(name, arrays, "", job, root)
+    return _packed(value, [_rows(job, array, root, of=of) for array in arrays])
 
 
 # This task's job and arrays.
