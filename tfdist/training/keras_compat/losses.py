@@ -85,7 +85,6 @@ def _sums_by_fraction(
         return _by_fraction(mean, trace)
     reduced = original(values, sample_weight, reduction)
     if reduction != "sum":
-        trace.means.add(reduced.op.name)
         return reduced
     whole = _by_fraction(reduced, trace)
     trace.whole_sums.add(whole.op.name)
@@ -94,9 +93,7 @@ def _sums_by_fraction(
 
 def _by_fraction(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
     """Divide a sum over the examples by its later weight, the batch fraction times `part`."""
-    mean = tf.math.divide_no_nan(value, tf.cast(trace.share * trace.part, value.dtype))
-    trace.means.add(mean.op.name)
-    return mean
+    return tf.math.divide_no_nan(value, tf.cast(trace.share * trace.part, value.dtype))
 
 
 # The functions of TensorFlow's guide to custom training divide by the number of replicas.
