@@ -112,7 +112,10 @@ class TrainLoop:
         self._is_save_due = False
         self._warned = not self._job.is_chief
         given = keras.tree.flatten(plan.callbacks or [])
-        self._given = [*given, *self._metrics_file(given)]
+        if not plan.run.fast_dev_run:
+            first = plan.initial_epoch
+            given += metrics_file(given, self._epochs, job=self._job, initial_epoch=first)
+        self._given = given
         if not any(isinstance(c, keras.callbacks.History) for c in given):
             self._given.append(History())
         self._list_callbacks()
@@ -152,12 +155,6 @@ class TrainLoop:
         self._call("on_train_end", logs)
         self._finish()
         return model.history
-
-    def _metrics_file(self, callbacks: Sequence[Any]) -> list[keras.callbacks.Callback]:
-        first = self._plan.initial_epoch
-        if self._plan.run.fast_dev_run:
-            return []
-        return metrics_file(callbacks, self._epochs, job=self._job, initial_epoch=first)
 
     def _run_epoch(self, epoch: int, *, is_first: bool) -> dict[str, Any]:
         """Run the rest of an epoch and its validation, and return the epoch's logs."""
