@@ -70,7 +70,6 @@ OPTIONS = {
         *(("validation_freq", value) for value in (0, (1, 2))),
         *(("steps_per_epoch", 0), ("initial_epoch", -1), ("overfit_batches", 0.5)),
     ],
-    "not-a-share": [("validation_split", value) for value in (1.0, -0.5)],
     "wrong-type": [("class_weight", value) for value in ([1, 1], {}, {"cat": 1.0}, {-1: 2.0})],
 }
 
@@ -120,7 +119,6 @@ ACTS = {
 BY_STEPS = ("fit", "evaluate", "predict")
 MODELS = {
     "not-a-model": (lambda strategy: "model", BY_STEPS),
-    "not-compiled": (uncompiled, ("fit", "evaluate", "find_learning_rate", "find_batch_size")),
     "eager": (lambda strategy: linear(strategy, run_eagerly=True), ("fit", "evaluate")),
 }
 
@@ -340,9 +338,9 @@ REFUSED = {
         lambda s: tfdist.predict(linear(s[3]), X, 2),
         lambda s: fit(linear(s[3]), X, Y, 6, validation_data=(X, Y), validation_batch_size=2),
     ],
-    ("validation_split", "cannot-split"): [
-        lambda s: fit(linear(s[1]), X[:1], Y[:1], validation_split=0.1),
-        lambda s: fit(linear(s[1]), PAIRS.batch(4), validation_split=0.5),
+    ("data", "lengths-differ"): [
+        lambda s: fit(linear(s[1]), X, Y, validation_split=-0.5),
+        lambda s: fit(linear(s[1]), X, Y[:5]),
     ],
     ("StepLoop", "compiled-step"): [lambda s: loop_of(s[2], tf.function(lambda x: {}))],
     ("step", "no-logs"): [
@@ -360,7 +358,6 @@ REFUSED = {
         lambda s: fit(linear(s[2]), X, Y, validation_data=X),
         lambda s: tfdist.evaluate(linear(s[2]), X),
     ],
-    ("data", "lengths-differ"): [lambda s: fit(linear(s[1]), X, Y[:5])],
     ("x", "unsupported-data"): [lambda s: fit(linear(s[1]), X, Y, validation_data="abc")],
     ("data", "data-ended"): [lambda s, n=n: fit(linear(s[n]), read_once()) for n in (1, 2)],
     ("tfdist.fit", "unknown-length"): [lambda s: fit(linear(s[1]), PAIRS.batch(4).repeat())],

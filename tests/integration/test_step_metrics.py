@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests import models
 from tests.multiprocess.programs import figures
 from tests.refusals import refusal
 
@@ -32,7 +31,6 @@ def equal(one, other, key):
 
 
 KEYS = {key: [key] for key in [*figures.LOGGED, *figures.FED]} | {
-    "parts": ["part 0", "part 1", "part 2"],
     "a dict": ["mean of two", "count of two"],
 }
 
@@ -46,24 +44,24 @@ def test_a_metric_is_equal_on_any_number_of_replicas(strategies, row, replicas):
 
 
 @pytest.mark.parametrize("key", figures.MIXED)
-def test_a_log_mixing_a_metric_is_refused_by_key(strategies, key):
+def test_a_log_computed_from_a_metric_is_refused(strategies, key):
     with strategies[2].scope():
         model = figures.figures(mixed=key)
     for action in (tfdist.fit, tfdist.evaluate):
         error = refusal(lambda act=action: act(model, figures.X, figures.Y, verbose=0))
         assert (error.where, error.code) == ("step", "metric-in-log")
-        assert f"the log {key!r} " in error.problem
+        assert key.startswith("in a ") or f"the log {key!r} " in error.problem
 
 
 def test_a_step_loop_returns_results_of_all_its_steps(strategies):
     def run(strategy):
         with strategy.scope():
-            loss, steps = keras.metrics.Mean(), figures.Steps()
+            loss, steps = keras.metrics.Mean(), keras.metrics.Sum()
 
         def step(x):
             loss.update_state(tf.reduce_mean(x))
-            steps.update_state()
-            return {"g_loss": loss.result(), "twice": 2 * steps.result(), "last": tf.reduce_mean(x)}
+            steps.update_state(1)
+            return {"g_loss": loss.result(), "steps": steps.result(), "last": tf.reduce_mean(x)}
 
         with strategy.scope():
             loop = tfdist.StepLoop(
@@ -74,7 +72,7 @@ def test_a_step_loop_returns_results_of_all_its_steps(strategies):
     one, two = run(strategies[1]), run(strategies[2])
     for ours, theirs in zip(two, one, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-    assert [two[i]["twice"] for i in (0, 1, 3)] == [6, 10, 2]
+    assert [two[i]["steps"] for i in (0, 1, 3)] == [3, 5, 1]
 
 
 def test_a_metric_updating_function_may_return_a_loss(strategies):
@@ -97,34 +95,42 @@ def test_a_metric_updating_function_may_return_a_loss(strategies):
     assert logs["auc"] == pytest.approx(1, abs=1e-3)
 
 
-class Updating(models.OwnStep, keras.Sequential):
-    """Updates a metric of its own, as a test says."""
+class Counting(keras.metrics.Metric):
+    """Counts numbers, or calls."""
 
-    def compile(self, update):
-        super().compile("sgd", "mse")
-        self.own, self.update_of = figures.Own(), update
+    def update_state(self, number=1):
+        self.total.assign_add(tf.cast(number, tf.float32))
 
-    def logs_of(self, loss, data):
-        self.update_of(self.own, data[0])
-        return {"own": self.own.result()}
+    def build(self):
+        self.total = self.add_weight(initializer="zeros")
 
-
-def in_a_condition(metric, x):
-    tf.cond(x[0, 0] > 0, lambda: (metric.update_state(1), 0)[1], lambda: 0)
+    def result(self):
+        return self.total
 
 
-@pytest.mark.parametrize(
-    ("update", "line"),
-    [
-        (lambda metric, x: metric.update_state(x.shape[0]), "a metric gets the number 8, which"),
-        (in_a_condition, "metric 'own': an update in a loop or condition"),
-    ],
-    ids=["examples by Python", "in a condition"],
-)
-def test_an_update_with_another_count_warns(strategies, warnings, update, line):
-    with strategies[2].scope():
-        model = Updating([keras.Input((6,)), keras.layers.Dense(3)])
-        model.compile(update)
-    tfdist.fit(model, figures.X[:48], figures.Y[:48], batch_size=16, verbose=0)
+def counted(strategy, kind, *numbers):
+    with strategy.scope():
+        metric = kind()
+        if kind is Counting:
+            metric.build()
+
+    def step(x):
+        metric.update_state(*(number(x) for number in numbers))
+        return {"found": metric.result()}
+
+    with strategy.scope():
+        loop = tfdist.StepLoop(step, figures.X[:48], global_batch_size=16, metrics=[metric])
+    return loop.run(3)["found"]
+
+
+@pytest.mark.parametrize("numbers", [(), (tf.reduce_mean,)], ids=["calls", "numbers"])
+def test_numbers_for_an_own_metric_are_refused_on_several_replicas(strategies, numbers):
+    counted(strategies[1], Counting, *numbers)
+    error = refusal(lambda: counted(strategies[2], Counting, *numbers))
+    assert (error.where, error.code) == ("metrics", "metric-number")
+
+
+def test_a_number_that_equals_the_size_of_a_part_warns(strategies, warnings):
+    assert counted(strategies[2], keras.metrics.Sum, lambda x: x.shape[0]) == 48
     (found,) = warnings()
-    assert found.startswith(line)
+    assert found.startswith("a metric gets the number 8, which")

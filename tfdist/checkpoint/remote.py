@@ -16,12 +16,11 @@ import os
 import shutil
 import tempfile
 import threading
-import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tfdist.checkpoint.format import MANIFEST
 from tfdist.checkpoint.store import NAME, CheckpointStore, SecondWriter
@@ -35,8 +34,6 @@ _CLAIMS, _WRITER = "claims", "writer"
 _FILES = ("arrays.bin", MANIFEST)
 _TRIES = 3
 _RETRY_S = 1.0
-
-_T = TypeVar("_T")
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -65,28 +62,17 @@ def files_in(system: Any, root: str) -> list[str]:
         return []
 
 
-def retrying(action: Callable[..., _T], *args: Any) -> _T:
-    """Call the action, retry it after an error, and return its result. Raise the last error."""
-    for number in range(1, _TRIES):
-        try:
-            return action(*args)
-        except Exception as error:  # each file system has its own types of errors
-            _LOG.info("retrying after %s", _said(error))
-            time.sleep(_RETRY_S * 2 ** (number - 1))
-    return action(*args)
-
-
 def put(local: Path, url: str, *, last: Sequence[str] = ()) -> None:
     """Upload a file or a directory. The files named in `last` are uploaded last, in this order."""
     system, root = opened(url)
     if local.is_file():
-        return retrying(system.put_file, str(local), root)
+        system.put_file(str(local), root)
+        return
     files = [path for path in local.rglob("*") if path.is_file()]
     order = {name: number for number, name in enumerate(last)}
     for path in sorted(files, key=lambda path: order.get(path.name, -1)):
         name = path.relative_to(local).as_posix()
-        retrying(system.put_file, str(path), f"{root}/{name}")
-    return None
+        system.put_file(str(path), f"{root}/{name}")
 
 
 @contextlib.contextmanager
@@ -171,8 +157,8 @@ class RemoteCheckpoints:
         mine = self._store.newest_name()
         try:
             # Write first, to report a missing permission or bucket before training.
-            retrying(self._system.pipe_file, f"{self._root}/{_WRITER}", self._id())
-            found = retrying(files_in, self._system, self._root)
+            self._system.pipe_file(f"{self._root}/{_WRITER}", self._id())
+            found = files_in(self._system, self._root)
         except Exception as error:
             problem = f"{self._url} cannot be written: {_said(error)}"
             if mine is None:
@@ -209,7 +195,7 @@ class RemoteCheckpoints:
             unfinished.mkdir(parents=True)
         for file in _FILES:
             remote = f"{self._root}/{name}/{file}"
-            retrying(self._system.get_file, remote, str(unfinished / file))
+            self._system.get_file(remote, str(unfinished / file))
             fsync(unfinished / file)
         os.replace(unfinished, directory / name)
         fsync(directory)
@@ -287,9 +273,9 @@ class RemoteCheckpoints:
                     return
                 delay_s = _RETRY_S if self._is_closing else _RETRY_S * 2.0 ** min(failures - 1, 6)
                 with self._changed:  # `close` ends the wait, a new checkpoint does not
-                    deadline_s, was_closing = time.monotonic() + delay_s, self._is_closing
-                    while self._is_closing == was_closing and time.monotonic() < deadline_s:
-                        self._changed.wait(deadline_s - time.monotonic())
+                    self._changed.wait_for(
+                        lambda before=self._is_closing: self._is_closing != before, delay_s
+                    )
                 continue
             if failures:
                 _LOG.info("%s: uploads succeed again", self._url)

@@ -57,12 +57,12 @@ from tfdist.options import (
 # TFDIST_HOSTS (``mpirun -x TFDIST_HOSTS``) or in the node list of a Slurm allocation. If all ranks
 # are on this machine, no list is needed. tfdist reads
 #
-# * Open MPI: OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_SIZE, _LOCAL_RANK
+# * Open MPI: OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_SIZE
 #   (https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html);
-# * MPICH and Intel MPI (Hydra): PMI_SIZE, PMI_RANK, MPI_LOCALNRANKS, MPI_LOCALRANKID.
+# * MPICH and Intel MPI (Hydra): PMI_SIZE, PMI_RANK, MPI_LOCALNRANKS.
 
-_OMPI = tuple(f"OMPI_COMM_WORLD_{of}" for of in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))
-_PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
+_OMPI = tuple(f"OMPI_COMM_WORLD_{of}" for of in ("SIZE", "RANK", "LOCAL_SIZE"))
+_PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS")
 _LOCAL_HOST = "127.0.0.1"
 _JOB_NAMES = (
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
@@ -71,12 +71,11 @@ _JOB_NAMES = (
 
 
 class _World(NamedTuple):
-    """Place of a rank as set by its launcher. `names` are the variables of the four fields."""
+    """Place of a rank as set by its launcher. `names` are the variables of the three fields."""
 
     size: int
     rank: int
     local_size: int | None
-    local_rank: int | None
     names: Sequence[str]
 
 
@@ -87,13 +86,12 @@ def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfi
     follows from the name of the job.
 
     Raises:
-        UsageError: the hosts of the ranks are unknown, or this rank is on an unexpected host.
+        UsageError: the hosts of the ranks are unknown.
     """
     world = _world(environ)
     if world is None or world.size == 1:
         return None
-    where, ranks = _hosts_of_mpi(environ, world)
-    _check_mpi(environ, world, ranks, where)
+    ranks = _hosts_of_mpi(environ, world)
     job = next(filter(None, (text(environ, name) for name in _JOB_NAMES)), "0")
     first_port = port_of_job(job, job_settings=job_settings)
     return place(ranks, rank=world.rank, job_settings=job_settings, job_port=first_port)
@@ -114,12 +112,11 @@ def _sized(environ: Mapping[str, str], names: Sequence[str]) -> _World:
     size = needed(environ, names[0], least=1)
     rank = needed(environ, names[1], most=size - 1)
     local_size = integer(environ, names[2], least=1, most=size)
-    local_rank = integer(environ, names[3], most=(local_size or size) - 1)
-    return _World(size, rank, local_size, local_rank, names)
+    return _World(size, rank, local_size, names)
 
 
-def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> tuple[str, list[str]]:
-    """Return the variable that lists the hosts, and the host of each rank."""
+def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> list[str]:
+    """Return the host of each rank."""
     value = text(environ, HOSTS)
     if value:
         ranks = ranks_of(parse_hosts(value, where=HOSTS))
@@ -129,31 +126,16 @@ def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> tuple[str, list[
                 f"{shown(value)} has {len(ranks)} slots, but {world.names[0]}={world.size}",
                 "give each host as many slots as mpirun gives it ranks, as in a:2,b:2",
             )
-        return HOSTS, ranks[: world.size]
+        return ranks[: world.size]
     if world.local_size == world.size:
-        return world.names[2], [_LOCAL_HOST] * world.size
+        return [_LOCAL_HOST] * world.size
     listed = text(environ, "SLURM_JOB_NODELIST")
     nodes = expand_hosts(listed, where="SLURM_JOB_NODELIST") if listed else []
     if not nodes or world.size % len(nodes):
         problem = f"the list of hosts of the {world.size} ranks is missing"
         raise _missing(HOSTS, problem, f"pass {HOSTS} on with mpirun -x {HOSTS}")
     each = world.size // len(nodes)
-    return "SLURM_JOB_NODELIST", [node for node in nodes for _ in range(each)]
-
-
-def _check_mpi(environ: Mapping[str, str], world: _World, ranks: Sequence[str], where: str) -> None:
-    """Check that the expected host of this rank agrees with the rank's variables."""
-    host = ranks[world.rank]
-    here = [rank for rank, other in enumerate(ranks) if other == host]
-    follows = {2: (world.local_size, len(here)), 3: (world.local_rank, here.index(world.rank))}
-    for index, (value, expected) in follows.items():
-        if value not in (None, expected):
-            raise _contradiction(
-                world.names[index],
-                f"rank {world.rank} has {value} instead of {expected}, because {where} puts ranks "
-                f"{here[0]} to {here[-1]} on {host}",
-                f"map ranks by slot (mpirun --map-by slot), with the slots of {HOSTS}",
-            )
+    return [node for node in nodes for _ in range(each)]
 
 
 # Cluster resolver of Slurm: the variables that ``srun`` sets in a step's tasks.

@@ -76,14 +76,8 @@ def require_compiled_functions(*, doing: str) -> None:
 
 
 def require_compiled(model: keras.Model, *, doing: str) -> None:
-    """Raise UsageError for a model that is not compiled, or compiled to run eagerly."""
-    if not model.compiled:
-        raise UsageError(
-            f"tfdist.{doing}",
-            "the model is not compiled",
-            fix="call model.compile(optimizer, loss) inside the scope first",
-            code="not-compiled",
-        )
+    """Raise Keras' error for a model that is not compiled, UsageError if it runs eagerly."""
+    model._assert_compile_called(doing)
     if getattr(model, "run_eagerly", False):
         raise UsageError(
             f"tfdist.{doing}",

@@ -557,30 +557,13 @@ class StreamFeed(Feed):
         whole = self._whole(step, data)
         if self._job.num_replicas == 1:
             return (whole,)
-        with tf.control_dependencies([self._require_even(whole.data)]):
+        # Every batch is checked, because zipped datasets may differ only in their last batches.
+        parts = [part for part in tf.nest.flatten(whole.data) if part is not None]
+        rows = tf.stack([tf.shape(part, tf.int64)[0] for part in parts])
+        even = tf.debugging.assert_equal(rows, rows[0], "the parts of a batch differ in their rows")
+        with tf.control_dependencies([even]):
             whole = whole._replace(count=tf.identity(whole.count))
         return tuple(self._part(whole, replica) for replica in self._job.replica_ids)
-
-    def _require_even(self, data: Any) -> tf.Tensor:
-        """Return an operation that fails if replicas cannot divide the batch.
-
-        Every batch is checked, because zipped datasets may differ only in their last batches.
-        """
-        leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
-        rows = tf.stack([tf.shape(leaf, tf.int64)[0] for leaf in leaves])
-
-        def refuse() -> tf.Tensor:
-            return tf.numpy_function(self._refuse, [rows], tf.bool)
-
-        return tf.cond(tf.reduce_all(rows == rows[0]), lambda: tf.constant(True), refuse)
-
-    def _refuse(self, rows: np.ndarray) -> np.bool_:
-        try:
-            require_even(set(rows.tolist()))
-        except UsageError as error:
-            self.failure = error
-            raise
-        return np.True_
 
     def _part(self, whole: Part, replica: int) -> Part:
         low, high = share_of(replica, parts=self._job.num_replicas, size=whole.count)

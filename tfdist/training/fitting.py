@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 
 from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
@@ -116,9 +117,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     require_same_lengths(job, lengths)
     if validation_split and validation_data is None:
         arrays = (x, y, sample_weight)
-        (x, y, sample_weight), validation_data = inputs.split(
-            arrays, validation_split=validation_split
-        )
+        (x, y, sample_weight), validation_data = train_validation_split(arrays, validation_split)
 
     def evaluation_in(job: Job, engine: Engine) -> Evaluation:
         given = keras.utils.unpack_x_y_sample_weight(validation_data)

@@ -10,7 +10,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.trainers.data_adapters import array_slicing
 
 from tfdist.data.python_indexed import PyDatasetSource, PythonSource
 from tfdist.data.resolve import as_source, check_supported
@@ -58,27 +57,6 @@ class Length:
     once: bool = False
     most_epochs: int | None = None
     most_steps: int | None = None
-
-
-def split(arrays: tuple[Any, Any, Any], *, validation_split: float) -> tuple[Any, Any]:
-    """Split off the last part of the arrays as validation data, as in Keras."""
-    number = isinstance(validation_split, int | float | np.number)
-    require(
-        number and 0 <= validation_split < 1,
-        "validation_split",
-        f"{validation_split!r} is not a number from 0 up to, but not including, 1",
-        fix="pass the fraction of the examples for validation, such as 0.1",
-        code="not-a-share",
-    )
-    try:
-        return array_slicing.train_validation_split(arrays, validation_split=validation_split)
-    except ValueError as error:
-        raise UsageError(
-            "validation_split",
-            f"Keras cannot split the data: {' '.join(str(error).split())[:160].rstrip('.')}",
-            fix="pass arrays with an example on each side, or validation_data",
-            code="cannot-split",
-        ) from error
 
 
 def prepare(

@@ -103,7 +103,6 @@ class TrainLoop:
         self._job = blocks.job
         self._compiled = compiled_parts(blocks.model)
         self._requests = requests
-        self._epoch_start = 0
         self._saved_step = None if plan.saved is None else plan.saved.step
         self._seconds_before = 0.0 if plan.saved is None else plan.saved.seconds
         self._began_s = time.monotonic()
@@ -113,14 +112,15 @@ class TrainLoop:
         self._is_save_due = False
         self._warned = not self._job.is_chief
         given = keras.tree.flatten(plan.callbacks or [])
-        self._given = [*given, *self._metrics_file(given)]
+        if not plan.run.fast_dev_run:
+            first = plan.initial_epoch
+            given += metrics_file(given, self._epochs, job=self._job, initial_epoch=first)
+        self._given = given
         if not any(isinstance(c, keras.callbacks.History) for c in given):
             self._given.append(History())
         self._list_callbacks()
         self._succession = Succession(self._job)
         listed = self._callbacks.callbacks
-        steps = self._model.steps_per_execution if self._every_batch else 1
-        self._steps_per_hook = int(broadcast(steps))
         self._with_logs = bool(broadcast(wants_logs(listed)))
 
     def run(self) -> keras.callbacks.History:
@@ -156,16 +156,10 @@ class TrainLoop:
         self._finish()
         return model.history
 
-    def _metrics_file(self, callbacks: Sequence[Any]) -> list[keras.callbacks.Callback]:
-        first = self._plan.initial_epoch
-        if self._plan.run.fast_dev_run:
-            return []
-        return metrics_file(callbacks, self._epochs, job=self._job, initial_epoch=first)
-
     def _run_epoch(self, epoch: int, *, is_first: bool) -> dict[str, Any]:
         """Run the rest of an epoch and its validation, and return the epoch's logs."""
         plan, steps = self._plan, self._epochs.steps(epoch)
-        within, self._epoch_start = self.step > steps.start, steps.start
+        within = self.step > steps.start
         if not within:
             self._blocks.reset_metrics()
             begin_epoch(self._callbacks.callbacks)
@@ -276,25 +270,21 @@ class TrainLoop:
         own = [callback.next_step(self.step) for callback in self._scheduled]
         due = [step for step in own if step is not None]
         if self._every_batch:
-            done = self.step - self._epoch_start
-            return [*due, self.step + self._steps_per_hook - done % self._steps_per_hook]
+            return [*due, self.step + 1]
         left = map(steps_to_save, self._callbacks.callbacks)
         return due + [self.step + steps for steps in left if steps is not None]
 
     def _run_block(self, decision: Decision, *, epoch: range) -> None:
-        first, last, blocks, every = self.step, decision.last, self._blocks, self._steps_per_hook
+        first, last, blocks = self.step, decision.last, self._blocks
         looked_at = decision.save or last >= min([epoch.stop, *self._due()])
         with counting_steps(self._callbacks.callbacks, first, last):
-            if (first - epoch.start) % every == 0:
-                self._call("on_train_batch_begin", first - epoch.start)
+            self._call("on_train_batch_begin", first - epoch.start)
             left = blocks.run(first, last, looked_at=looked_at)
             self.step = last
-            if last == epoch.stop or (last - epoch.start) % every == 0:
-                logs: dict[str, Any] = {}
-                if self._with_logs and left < last - epoch.start:  # some step is complete
-                    logs = blocks.metrics(blocks.logs)
-                done = -(-(last - epoch.start) // every) * every  # Keras also counts past the end
-                self._call("on_train_batch_end", done - 1, logs)
+            logs: dict[str, Any] = {}
+            if self._with_logs and left < last - epoch.start:  # some step is complete
+                logs = blocks.metrics(blocks.logs)
+            self._call("on_train_batch_end", last - epoch.start - 1, logs)
             require_as_compiled(self._model, self._compiled)
 
     def _validated(self, validation: Evaluation, logs: Mapping[str, Any]) -> dict[str, Any]:

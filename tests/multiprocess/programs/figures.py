@@ -1,7 +1,5 @@
 """Logs that steps compute from metrics, by key, and metrics that steps give numbers to."""
 
-import functools
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -19,28 +17,8 @@ FITS = {
 }
 
 
-class Own(keras.metrics.Metric):
-    """The mean over steps of a function of the number that each step gives."""
-
-    adds_up = True
-
-    def __init__(self, function=tf.identity, dtype_of_count="float32", name=None):
-        super().__init__(name=name)
-        self.function = function
-        self.total = self.add_weight(name="total", initializer="zeros")
-        self.steps = self.add_weight(name="steps", initializer="zeros", dtype=dtype_of_count)
-
-    def update_state(self, value):
-        self.total.assign_add(self.function(tf.cast(value, tf.float32)))
-        self.steps.assign(self.steps + tf.ones([], self.steps.dtype))
-
-    def result(self):
-        steps = tf.cast(self.steps, tf.float32)
-        return tf.cond(steps > 0, lambda: self.total / steps, lambda: tf.zeros([]))
-
-
-class OfTwoNumbers(keras.metrics.Metric):
-    """A mean over examples, of a mean and a count; a dict of two results."""
+class OfTwo(keras.metrics.Metric):
+    """A mean over examples and their count; a dict of two results."""
 
     adds_up = True
 
@@ -49,61 +27,29 @@ class OfTwoNumbers(keras.metrics.Metric):
         self.inner = keras.metrics.Sum()
         self.count = self.add_weight(name="count", initializer="zeros")
 
-    def update_state(self, mean, *, count):
-        self.inner.update_state(mean * tf.cast(count, tf.float32))
-        self.count.assign_add(tf.cast(count, tf.float32))
+    def update_state(self, errors):
+        self.inner.update_state(errors)
+        self.count.assign_add(tf.cast(tf.shape(errors)[0], tf.float32))
 
     def result(self):
         return {"mean of two": self.inner.result() / self.count, "count of two": self.count}
-
-
-class Steps(keras.metrics.Metric):
-    """Counts updates, which are given nothing."""
-
-    adds_up = True
-
-    def __init__(self):
-        super().__init__()
-        self.steps = self.add_weight(name="steps", initializer="zeros", dtype="int32")
-
-    def update_state(self):
-        self.steps.assign_add(1)
-
-    def result(self):
-        return self.steps
 
 
 def mistakes(y, predicted):
     return tf.reduce_sum(tf.cast(tf.argmax(y, 1) != tf.argmax(predicted, 1), tf.float32))
 
 
-def squares(y, predicted):
-    return tf.reduce_sum((predicted - y) ** 2)
-
-
 M = keras.metrics
 # The metrics of the step, and the numbers that each step gives them.
 FED = {
     "loss_mean": (M.Mean, lambda x, y, p, loss: loss),
-    "loss_sum": (M.Sum, lambda x, y, p, loss: loss),
-    "loss_own": (Own, lambda x, y, p, loss: loss),
-    "loss_own_squared": (functools.partial(Own, tf.square, "int32"), lambda x, y, p, loss: loss),
-    "loss_and_a_penalty_sum": (M.Sum, lambda x, y, p, loss: loss + 0.1 * tf.nn.l2_loss(W)),
-    "mean_by_hand_sum": (M.Sum, lambda x, y, p, loss: squares(y, p) / tf.cast(len_of(x), p.dtype)),
-    "mean_by_Python_sum": (M.Sum, lambda x, y, p, loss: squares(y, p) / (x.shape[0] or len_of(x))),
-    "mean_by_columns_sum": (M.Sum, lambda x, y, p, loss: tf.reduce_sum(tf.reduce_mean(x, 0))),
-    "mean_by_columns_own": (Own, lambda x, y, p, loss: tf.reduce_sum(tf.reduce_mean(x, 0))),
-    "sum_by_hand_mean": (M.Mean, lambda x, y, p, loss: squares(y, p)),
-    "sum_by_hand_own": (Own, lambda x, y, p, loss: squares(y, p)),
     "examples_sum": (M.Sum, lambda x, y, p, loss: len_of(x)),
-    "examples_own": (Own, lambda x, y, p, loss: len_of(x)),
     "examples_by_Python_sum": (M.Sum, lambda x, y, p, loss: keras.ops.shape(x)[0]),
-    "examples_by_Python_own": (Own, lambda x, y, p, loss: keras.ops.shape(x)[0]),
     "mistakes_sum": (M.Sum, lambda x, y, p, loss: mistakes(y, p)),
     "steps_sum": (M.Sum, lambda x, y, p, loss: 1),
     "a_variable_sum": (M.Sum, lambda x, y, p, loss: RATE),
 }
-W, RATE = tf.constant(np.ones((6, 3), "float32")), tf.constant(0.5)
+RATE = tf.constant(0.5)
 
 
 def len_of(x):
@@ -113,30 +59,20 @@ def len_of(x):
 # Logs by their keys, of a model's metrics.
 LOGGED = {
     "another name": lambda m: m.accuracy.result(),
-    "a product": lambda m: 2 * m.error.result(),
-    "a root": lambda m: tf.sqrt(m.error.result()),
-    "a sum of two": lambda m: m.accuracy.result() + m.error.result(),
-    "a ratio of two": lambda m: m.fed["loss_sum"].result() / m.fed["steps_sum"].result(),
     "not linear": lambda m: m.auc.result(),
     "a vector": lambda m: m.f1.result(),
-    "an element": lambda m: m.f1.result()[1],
-    "parts": lambda m: {f"part {i}": part for i, part in enumerate(tf.unstack(m.f1.result()))},
     "a dict": lambda m: m.of_two.result(),
-    "an item": lambda m: -m.of_two.result()["mean of two"],
-    "a choice": lambda m: choice(m.accuracy.result()),
-    "a variable of a metric": lambda m: m.counting.steps,
-    "variables of a metric": lambda m: m.error.total / m.error.count,
-    "an array": lambda m: keras.ops.stack([m.accuracy.result(), m.error.result()]),
+    "a variable of a metric": lambda m: m.error.count,
     "nobody lists": lambda m: m.unlisted["metric"].result(),
 }
-# Under these keys a step returns what is computed from metrics and from something else.
+# Under these keys a step returns what is computed from metrics.
 MIXED = {
-    "with a loss": lambda m, loss, x: m.accuracy.result() + loss,
-    "with the batch": lambda m, loss, x: m.accuracy.result() * tf.reduce_mean(x),
-    "with a variable": lambda m, loss, x: m.accuracy.result() * m.optimizer.learning_rate,
-    "with a draw": lambda m, loss, x: m.accuracy.result() + tf.random.uniform([]),
-    "in a condition": lambda m, loss, x: tf.cond(loss > 0, m.accuracy.result, lambda: 0.0),
-    "in a function": lambda m, loss, x: tf.function(lambda: m.accuracy.result())(),
+    "a product": lambda m, loss: 2 * m.error.result(),
+    "a ratio of two": lambda m, loss: m.accuracy.result() / m.error.result(),
+    "with a loss": lambda m, loss: m.accuracy.result() + loss,
+    "a choice": lambda m, loss: choice(m.accuracy.result()),
+    "in a condition": lambda m, loss: tf.cond(loss > 0, m.accuracy.result, lambda: 0.0),
+    "in a function": lambda m, loss: tf.function(lambda: m.accuracy.result())(),
 }
 
 
@@ -154,7 +90,7 @@ class Figures(keras.Model):
         self.accuracy, self.error, self.auc = M.CategoricalAccuracy(), M.MeanSquaredError(), M.AUC()
         self.f1 = M.F1Score()
         self.f1._build((None, 3), (None, 3))
-        self.of_two, self.counting = OfTwoNumbers(), Steps()
+        self.of_two = OfTwo()
         self.fed = {name: make(name=name) for name, (make, _) in FED.items()}
         self.unlisted = {"metric": M.Mean()}
         self.mixed = mixed
@@ -162,7 +98,7 @@ class Figures(keras.Model):
     @property
     def metrics(self):
         judging = [self.accuracy, self.error, self.auc, self.f1]
-        return [*judging, self.of_two, self.counting, *self.fed.values()]
+        return [*judging, self.of_two, *self.fed.values()]
 
     def call(self, x):
         return self.net(x)
@@ -173,12 +109,11 @@ class Figures(keras.Model):
         for metric in (self.accuracy, self.error, self.auc, self.f1):
             metric.update_state(y, p)
         self.unlisted["metric"].update_state(loss)
-        self.of_two.update_state(tf.reduce_mean((y - p) ** 2), count=tf.shape(x)[0])
-        self.counting.update_state()
+        self.of_two.update_state(tf.reduce_mean((y - p) ** 2, 1))
         for name, (_, number) in FED.items():
             self.fed[name].update_state(number(x, y, p, loss))
         if self.mixed is not None:
-            return {self.mixed: MIXED[self.mixed](self, loss, x)}
+            return {self.mixed: MIXED[self.mixed](self, loss)}
         logs = {key: log(self) for key, log in LOGGED.items()}
         return {**logs, **{name: metric.result() for name, metric in self.fed.items()}}
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.layers.layer import Layer
 from keras.src.losses import loss as keras_loss
@@ -36,7 +35,6 @@ from tfdist.training.keras_compat.trace import (
 )
 
 _PRODUCTS = frozenset(("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"))
-_QUOTIENTS = frozenset(("RealDiv", "DivNoNan"))
 _OF_A_BATCH = keras.losses.Dice, keras.losses.Tversky
 _MEAN = "sum_over_batch_size"
 _WHOLE_BATCHES = ". Fix: set PipelineOptions(split_size=...) to the batch size"
@@ -84,19 +82,12 @@ def _sums_by_fraction(
         mean = tf.math.divide_no_nan(original(values, sample_weight, "sum"), whole)
         return _by_fraction(mean, trace)
     reduced = original(values, sample_weight, reduction)
-    if reduction != "sum":
-        trace.means.add(reduced.op.name)
-        return reduced
-    whole = _by_fraction(reduced, trace)
-    trace.whole_sums.add(whole.op.name)
-    return whole
+    return _by_fraction(reduced, trace) if reduction == "sum" else reduced
 
 
 def _by_fraction(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
     """Divide a sum over the examples by its later weight, the batch fraction times `part`."""
-    mean = tf.math.divide_no_nan(value, tf.cast(trace.share * trace.part, value.dtype))
-    trace.means.add(mean.op.name)
-    return mean
+    return tf.math.divide_no_nan(value, tf.cast(trace.share * trace.part, value.dtype))
 
 
 # The functions of TensorFlow's guide to custom training divide by the number of replicas.
@@ -120,30 +111,6 @@ def _average_by_fraction(
 def _regularization_as_it_is(original: Original, trace: StepTrace, regularization_loss: Any) -> Any:
     part = original(regularization_loss)
     return part * tf.cast(trace.num_replicas, part.dtype)
-
-
-@replaces(keras_loss, "reduce_weighted_values", issue=f"{_SOURCE}#L164")
-def _one_number_of_all(
-    original: Original,
-    trace: StepTrace,
-    values: Any,
-    sample_weight: Any = None,
-    mask: Any = None,
-    reduction: Any = _MEAN,
-    dtype: Any = None,
-) -> Any:
-    """Weight a scalar from a loss function by the mask and sample weights of the whole batch.
-
-    Keras would weight it by the replica's own mask and sample weights.
-    """
-    values = tf.convert_to_tensor(values, dtype)
-    is_one = values.shape.rank == 0 and (mask is not None or sample_weight is not None)
-    is_mean = reduction in (_MEAN, "mean", "mean_with_sample_weight")
-    if is_one and is_mean and _sums_in_step(trace, "a masked or weighted loss"):
-        mine = original(tf.ones_like(values), sample_weight, mask, reduction, dtype)
-        values *= _over_replicas(mine * tf.cast(trace.share, mine.dtype), trace)
-        return original(values, reduction=reduction)
-    return original(values, sample_weight, mask, reduction, dtype)
 
 
 # Keras divides by the replica's own number of unmasked entries or sum of sample weights.
@@ -258,8 +225,7 @@ def _summing_by_the_tape(
             targets = tf.nest.flatten(target)
             output_gradients = _seeds(targets, trace)
             if trace.num_replicas > 1:
-                _warn_of_pairs(targets, trace)
-                _warn_of_quotients(targets, trace)
+                warn_of_parts(targets, trace)
     return original(self, target, sources, output_gradients, **kwargs)
 
 
@@ -279,15 +245,8 @@ def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor] | None:
 
 
 def warn_of_parts(targets: Sequence[Any], trace: StepTrace) -> None:
-    """Warn if a loss is not the mean of the losses of the batch's parts."""
-    if trace.division:
-        _warn_of_pairs(targets, trace)
-        _warn_of_quotients(targets, trace)
-
-
-def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
     """Warn if a loss depends on products of the batch with itself, as contrastive losses do."""
-    if compares_examples(targets, trace):
+    if trace.division and compares_examples(targets, trace):
         warn_once(
             f"a matrix product of the batch with itself {trace.division} compares only examples "
             "of the same part, so the loss differs from the loss on one device"
@@ -320,33 +279,6 @@ def compares_examples(targets: Sequence[Any], trace: StepTrace, losses: Any = ()
 
 def _is_of_a_batch(loss: Any) -> bool:
     return isinstance(loss, _OF_A_BATCH) and loss.axis is None
-
-
-def _warn_of_quotients(targets: Sequence[Any], trace: StepTrace) -> None:
-    """Warn if a sum over the batch is divided by a number that depends on a replica's part."""
-    behind = ops_behind([target for target in targets if isinstance(target, tf.Tensor)])
-    count = trace.num_replicas * trace.micros
-    parts = f"{count} {'micro-batches' if trace.micros > 1 else 'replicas'}"
-    for operation in behind if trace.whole_sums else ():
-        is_number = operation.type in _QUOTIENTS and operation.outputs[0].shape.rank == 0
-        if not is_number or operation.name in trace.whole_sums:
-            continue
-        numerator, denominator = operation.inputs
-        of_sum = any(op.name in trace.whole_sums for op in ops_behind([numerator]))
-        if of_sum and any(_is_of_part(op, trace) for op in ops_behind([denominator])):
-            warn_once(
-                "a loss that is a sum over the batch is divided by a number of each of "
-                f"{parts}: it counts {count} times as much as on one device. "
-                'Fix: let the loss compute the mean (reduction="mean")'
-            )
-            return
-
-
-def _is_of_part(operation: tf.Operation, trace: StepTrace) -> bool:
-    """Return whether an operation returns a part of the batch or its size (maybe constant)."""
-    if operation.type == "Const":
-        return trace.rows() in np.ravel(tf.get_static_value(operation.outputs[0]))
-    return operation.type == "Shape" or any(part.op is operation for part in trace.parts())
 
 
 # Each replica is traced in a thread. The threads switch at collectives, also during a forward pass.

@@ -78,12 +78,8 @@ class StepTrace:
       packed: Function that packs the pairs of gradients and variables for an update.
       counts: Optimizers' update counts in this step. `None` to use the counts in the variables.
       updated: Parts of variables that a sharded optimizer updates, in the order of its gradients.
-      whole_sums: Names of operations that return sums of losses over the batch.
-      means: Names of operations that return losses to weight by the batch fraction.
       sources: Functions that return whole metric values, by the name of the operation with the
         step's value. `None` if the step's values are whole.
-      hides_sources: True if a condition, loop or function in the step has a metric's result.
-      in_update: True while a metric is updated with numbers of the whole batch.
       layers: Holders of the losses that layers have added, by the `id` of the layer.
       updates: False if optimizers must change nothing, as in a trace to build or to find shapes.
       unbuilt: Optimizers that are not built, with the variables to update, if `updates` is False.
@@ -115,11 +111,7 @@ class StepTrace:
     in_hook: bool = False
     in_losses: bool = False
     statistics: list[keras.Variable] = dataclasses.field(default_factory=list)
-    whole_sums: set[str] = dataclasses.field(default_factory=set)
-    means: set[str] = dataclasses.field(default_factory=set)
     sources: dict[str, Callable[[], Any]] | None = None
-    hides_sources: bool = False
-    in_update: bool = False
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
     updates: bool = True
     unbuilt: list[tuple[Any, list[Any]]] = dataclasses.field(default_factory=list)
