@@ -226,18 +226,6 @@ def test_search_by_keras_tuner_inside_a_job_is_refused(tmp_path, monkeypatch, st
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "where", "code"),
-    [
-        (lambda hp: build(keras_tuner.HyperParameters()), {}, SEARCH, "empty-space"),
-        (build, {"objective": ["val_loss", "val_accuracy"]}, "objective", "several-objectives"),
-    ],
-)
-def test_tuners_that_cannot_be_searched_are_refused(tmp_path, model, options, where, code):
-    tuner = make_tuner(tmp_path, model, **options)
-    assert refused(lambda: described_by(tuner, tmp_path)) == (where, code)
-
-
-@pytest.mark.parametrize(
     ("kind", "before", "now", "said"),
     [
         (keras_tuner.Hyperband, {"max_epochs": 8}, {"max_epochs": 9}, "tuner.max_epochs='9'"),
