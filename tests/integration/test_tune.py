@@ -381,6 +381,7 @@ def test_a_finished_sweep_refuses_changes_with_the_difference(tmp_path, finished
     ("field", "value", "where", "code"),
     [
         ("run_dir", "x", "config.run_dir", "run-dir-in-a-sweep"),
+        ("objective_file", "m", "config.objective_file", "objective-file-in-a-sweep"),
         ("validation_split", "", "--objective", "no-validation"),
     ],
 )

@@ -225,6 +225,11 @@ def test_search_by_keras_tuner_inside_a_job_is_refused(tmp_path, monkeypatch, st
     assert refused(lambda: tuner.search(X, Y)) == ("tuner.search", "search-in-a-job")
 
 
+def test_a_tuner_with_several_objectives_is_refused(tmp_path):
+    tuner = make_tuner(tmp_path, build, objective=["val_loss", "val_accuracy"])
+    assert refused(lambda: described_by(tuner, tmp_path)) == ("objective", "several-objectives")
+
+
 @pytest.mark.parametrize(
     ("kind", "before", "now", "said"),
     [

@@ -87,6 +87,13 @@ def _check(options: SweepOptions, config: Any) -> None:
         code="run-dir-in-a-sweep",
     )
     require(
+        not config.objective_file,
+        "config.objective_file",
+        f"all trials would share the file {config.objective_file!r}",
+        fix="leave it out (journal.jsonl has the scores)",
+        code="objective-file-in-a-sweep",
+    )
+    require(
         config.validation_split or not options.objective.startswith("val_"),
         "--objective",
         f"{options.objective} needs a validation_split",

@@ -227,6 +227,13 @@ class TunerSweep(Sweep):
         """Return the sweep's description, with the fit's arguments that are JSON scalars."""
         complete_space(self._tuner)
         tuner, oracle = self._tuner, self._tuner.oracle
+        require(
+            not hasattr(oracle.objective, "objectives"),  # an attribute of MultiObjective
+            "objective",
+            f"a sweep has a single objective, got {oracle.objective}",
+            fix="choose one metric",
+            code="several-objectives",
+        )
         names = ("strategy", "workers", "ps")
         settings = {n: str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}
         settings["executions_per_trial"] = str(tuner.executions_per_trial)
