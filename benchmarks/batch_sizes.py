@@ -17,11 +17,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from benchmarks.panels import empty_panels
 from benchmarks.subject import of_config, read
 from tfdist.argument_parser import Parser, require_writable, run_program
 from tfdist.errors import EXIT_OK, require, require_int, require_number
 from tfdist.find.batch_size import BatchTrial, memory_limits, request_of, try_out
-from tfdist.outputs.display import empty_panels
 
 _USE = 0.9
 _HEADER = f"{'model':>24} {'parameters':>12} {'batch size':>10}"
@@ -50,8 +50,6 @@ def check(options: Any) -> None:
     require_number("--timeout_s", options.timeout_s, above=0, unit="seconds")
     require_writable("--plot", options.plot)
     require_writable("--json", options.json)
-    if options.plot:
-        empty_panels("--plot")  # before minutes of measuring
 
 
 def whole_numbers(flag: str, words: Sequence[str]) -> list[int]:
@@ -132,7 +130,7 @@ def _measure_batch(options: Any, folder: Path) -> dict[str, list[BatchTrial]]:
 
 def _draw_batch(measured: dict[str, list[BatchTrial]], path: Path) -> None:
     """Draw speed, busy cores and memory over batch size, a line for each subject, as PNG or PDF."""
-    figure, panels = empty_panels("--plot", columns=3, width=4.2)
+    figure, panels = empty_panels(columns=3, width=4.2)
     for name, trials in measured.items():
         if not trials:
             continue

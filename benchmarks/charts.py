@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-from tfdist.outputs.display import empty_panels
+from benchmarks.panels import empty_panels
 
 HERE = Path(__file__).parent
 RECORD = HERE / "charts.json"
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def draw_scaling(table: Mapping[str, Any]) -> Path:
     """Draw examples per second of ps jobs, and the loss over time for each number of workers."""
-    figure, (rates, losses) = empty_panels("charts", columns=2, width=5.6)
+    figure, (rates, losses) = empty_panels(columns=2, width=5.6)
     rows = {row["shape"]: row for row in table["shapes"]}
     for number, row in enumerate(rows.values()):
         rate = row["examples_per_second"]
@@ -75,7 +75,7 @@ def draw_scaling(table: Mapping[str, Any]) -> Path:
 def draw_all_reduce(record: Mapping[str, Any]) -> Path:
     """Draw the seconds of a sum by its size, a panel for each number of tasks."""
     numbers = sorted({row["tasks"] for row in record["rows"]})
-    figure, panels = empty_panels("charts", columns=len(numbers), width=3.8)
+    figure, panels = empty_panels(columns=len(numbers), width=3.8)
     for axes, tasks in zip(panels, numbers, strict=True):
         rows = [row for row in record["rows"] if row["tasks"] == tasks]
         sizes = [row["mib"] for row in rows]

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.batch_sizes import arguments, check, label_sizes, whole_numbers
+from benchmarks.panels import empty_panels
 from tfdist.argument_parser import run_program
 from tfdist.errors import EXIT_OK, TfdistError, require_int, require_one_of
-from tfdist.outputs.display import empty_panels
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -276,7 +276,7 @@ def draw_pipeline(measured: Sequence[StepTimes], path: Path) -> None:
 
     A line for the stages and one for one device, and dashed what each is without micro-batches.
     """
-    figure, (axes,) = empty_panels("--plot")
+    figure, (axes,) = empty_panels()
     lines = dict.fromkeys(one.stages for one in measured)
     for color, stages in zip(("C0", "C1"), lines, strict=False):
         name = f"{stages} stages" if stages > 1 else "one device, accumulation"

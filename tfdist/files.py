@@ -92,21 +92,11 @@ def open_untrusted(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> in
 
     Use it in directories that other users can write to. `open` accepts it as `opener`.
     """
-    try:
-        descriptor = os.open(path, flags | _UNTRUSTED, 0o666)
-    except OSError as error:
-        raise _named(error) from None
+    descriptor = os.open(path, flags | _UNTRUSTED, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.ENXIO, "not a regular file", os.fspath(path))
     return descriptor
-
-
-def _named(error: OSError) -> OSError:
-    """Return the error with a clear text if the file is a symbolic link."""
-    if error.errno != errno.ELOOP:
-        return error
-    return OSError(errno.ELOOP, "a symbolic link", error.filename)
 
 
 def move_aside(directory: Path, names: Iterable[str]) -> None:
@@ -191,8 +181,6 @@ class FileLock:
             lock.acquire()
         except filelock.Timeout:
             raise LockedError(self.path, _holder(self.path)) from None
-        except OSError as error:
-            raise _named(error) from None
         self._lock, self._file = lock, files[-1]
         return self
 

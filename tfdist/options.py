@@ -526,7 +526,6 @@ class TrainFields:
     momentum: float = option(0.9, "Nesterov momentum of sgd", least=0, below=1)
     weight_decay: float = option(0.0, "decoupled weight decay", least=0)
     clip_norm: float = option(0.0, "maximum norm of all gradients (0: no limit)", least=0)
-    gradient_accumulation_steps: int = option(1, "steps per update", least=1)
     precision: str = option(
         "float32", "Keras dtype policy", choices=("float32", "mixed_bfloat16", "mixed_float16")
     )
@@ -546,40 +545,16 @@ class TrainFields:
         least=0,
         free=True,
     )
-    backup_every: str = option(
-        "steps",
-        "auto: also save at intervals chosen by the cost of a save and the rate of failures",
-        choices=("steps", "auto"),
-        free=True,
-    )
     save_model: bool = option(False, "save the trained model as model.keras", free=True)
-    publish: str = option(
-        "",
-        "directory of a model server: export the best checkpoints during the run",
-        free=True,
-    )
     objective_file: str = option(
         "",
         "file for the metrics of each virtual epoch as name=value, which Katib reads ('': none)",
         free=True,
     )
-    keep_checkpoints: int = option(
-        2, "checkpoints to keep, besides the best by val_loss", least=1, free=True
-    )
     max_staleness: int | None = option(
         None,
         "under ps: most updates by other workers between a step's read and write (null: any)",
         least=0,
-        free=True,
-    )
-    sharded_optimizer: bool = option(
-        False,
-        "under multiworker: each worker keeps only its part of the optimizer's state",
-        free=True,
-    )
-    fused_kernels: bool = option(
-        False,
-        "fused kernels for normalization, GELU and attention, with other rounding",
         free=True,
     )
     overfit_batches: int = option(

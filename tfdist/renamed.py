@@ -10,6 +10,12 @@ from tfdist.errors import UsageError
 
 GONE = {
     "--access_log": "--token, and a proxy that logs requests",
+    "--config.backup_every": 'BackupAndRestore(save_freq="auto") in a script',
+    "--config.fused_kernels": "tfdist.Run(fused_kernels=True) in a script",
+    "--config.gradient_accumulation_steps": "the argument of Keras' optimizers in a script",
+    "--config.keep_checkpoints": "BackupAndRestore(keep=) in a script",
+    "--config.publish": "tfdist export RUN_DIR DIRECTORY --best --follow, beside the run",
+    "--config.sharded_optimizer": "tfdist.Run(sharded_optimizer=True) in a script",
     "--config.tracker": "the callback of MLflow or W&B in a script",
     "--early_stop": "--tuner hyperband, or keras.callbacks.EarlyStopping in the trial",
     "--fork_server": "--start fork",

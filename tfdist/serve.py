@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from tfdist.argument_parser import Parser, reading_file, run_program
 from tfdist.errors import (
     EXIT_OK,
-    UsageError,
     require,
     require_int,
     require_number,
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from tfdist.serving.supervisor import ServeOptions
 
 _LOCAL_ALONE = ("token", "tls_cert", "tls_key")  # not for Ray's proxies
-_MOST = {"max_batch": 65535, "max_body_mib": 2047}  # limits of a 2-byte count, of gRPC's int
 _SHORTEST_HANG_S = 5.0  # lower bound of the default: a busy machine may be silent for seconds
 _NEEDED = ("uvicorn", "httptools", "orjson", "grpc", "grpc_health", "prometheus_client")
 
@@ -80,14 +78,6 @@ def _check(options: Any) -> None:
 
     for flag in ("replicas", "max_batch", "max_queue", "max_queue_mib", "max_body_mib"):
         require_int(f"--{flag}", getattr(options, flag), least=1)
-    for flag, most in _MOST.items():
-        require(
-            getattr(options, flag) <= most,
-            f"--{flag}",
-            f"{getattr(options, flag)} is too large (maximum: {most})",
-            fix="pass a smaller number",
-            code="too-large",
-        )
     require(
         is_loopback(options.host) or options.token or options.insecure,
         "--host",
@@ -156,15 +146,9 @@ def _serve_on_ray(options: Any) -> None:
         fix="choose a free port below 65536",
         code="port-taken",
     )
-    try:
-        from tfdist.serving.on_ray import run
-    except ImportError as error:
-        raise UsageError(
-            "--on ray",
-            f"Ray Serve cannot be imported ({error})",
-            fix="run pip install 'tfdist[ray,serving]' on each node",
-            code="no-ray",
-        ) from error
+    require_packages("--on ray", "ray", "starlette", extra="ray")
+    from tfdist.serving.on_ray import run
+
     run(_settings(options))
 
 

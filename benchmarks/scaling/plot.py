@@ -17,7 +17,7 @@ def draw(table: Mapping[str, Any], path: Path, *, title: str) -> Path | None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        _LOG.warning("no picture: matplotlib is missing; pip install 'tfdist[plots]'")
+        _LOG.warning("no picture: matplotlib is missing; pip install matplotlib")
         return None
     panels = {
         "examples_per_second": "examples per second",

@@ -85,7 +85,6 @@ def test_the_schedule_is_saved_with_its_optimizer():
         ({"optimizer": "sgd", "momentum": 0.0}, {"momentum": 0.0, "nesterov": False}),
         ({"optimizer": "adamw", "weight_decay": 0.01}, {"weight_decay": 0.01}),
         ({"optimizer": "adam", "clip_norm": 2.0}, {"global_clipnorm": 2.0, "clipnorm": None}),
-        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 4}),
         ({}, {"gradient_accumulation_steps": None, "global_clipnorm": None}),
     ],
 )

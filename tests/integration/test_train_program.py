@@ -164,9 +164,8 @@ def test_a_killed_run_ends_like_an_undisturbed_one(finished, tmp_path):
     finally:
         process.kill()
         process.wait()
-    resumed = trained(run_dir, *arguments, "--config.backup_every=auto")
+    resumed = trained(run_dir, *arguments)
     assert resumed["resumed_from_step"] in (None, *range(4, 22))
-    assert "checkpoints: next save in " in resumed["stdout"] + resumed["stderr"]
     # Saving more often changes nothing either.
     reference = RunDirectory(finished).read_summary() or {}
     for name in ("weights_sha256", "state_sha256", "metrics", "steps", "examples", "status"):

@@ -2,15 +2,12 @@
 
 import contextlib
 import os
-import select
-import signal
 import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.jobs import DEADLINE_S, GONE_S, LAUNCH, PAUSE, children
+from tests.multiprocess.jobs import DEADLINE_S, LAUNCH
 from tests.ports import in_a_row
 from tfdist.errors import EXIT_OK, EXIT_USAGE
 
@@ -78,54 +75,3 @@ def test_a_kernel_without_namespaces_is_a_one_line_error(tmp_path, limit):
     assert line.startswith("--isolate: the kernel refused to create a network namespace (No ")
     assert limit in line
     assert not (tmp_path / "run").exists()
-
-
-LEAVES = """
-import os, signal, subprocess, sys
-signal.alarm(%d)  # where the test fails
-child = "import signal; signal.alarm(%d); print('child runs', flush=True); signal.pause()"
-held = os.open("held", os.O_WRONLY)
-options = {"pass_fds": [held], "env": {}}
-subprocess.Popen([sys.executable, "-c", child], **options)
-subprocess.Popen([sys.executable, "-c", child], start_new_session=True, **options)
-signal.pause()
-"""
-LEAVES %= (DEADLINE_S, DEADLINE_S)
-
-
-def descendants(pid):
-    """Returns the command lines of a process and of all that it started, by process id."""
-    found = {pid: Path(f"/proc/{pid}/cmdline").read_text()}
-    for child in children(pid):
-        found |= descendants(child)
-    return found
-
-
-@pytest.mark.parametrize("rights", [(), NO_RIGHTS], ids=["as this user", "without rights"])
-def test_no_process_survives_killing_launcher_and_guardian(launch, rights):
-    os.mkfifo("held")
-    held = os.open("held", os.O_RDONLY | os.O_NONBLOCK)
-    job = launch(LEAVES, "--isolate", command=(*rights, *LAUNCH))
-    job.read_until("child runs", count=2)
-    lines = descendants(job.process.pid)
-    found = [pid for pid, line in lines.items() if "tfdist.launch" in line or "guardian" in line]
-    assert len(found) >= 2
-    for signum in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):  # the kernel was faster
-                os.kill(pid, signum)
-    os.set_blocking(held, True)
-    assert select.select([held], [], [], GONE_S)[0], "a process of the job is still there"
-    assert os.read(held, 1) == b""  # closed by all that had it open
-    os.close(held)
-
-
-def test_isolation_passes_signals_and_survives_a_refused_namespace(launch):
-    stops = "import os, signal, sys; signal.signal(10, lambda *_: sys.exit(143))\n" + PAUSE
-    refused = [*FEW, "max_pid_namespaces", *LAUNCH]
-    for command, is_enclosed in ((LAUNCH, True), (refused, False)):
-        job = launch(stops, "--isolate", "--workers=2", command=command)
-        pids = job.read_until(r"ready (\d+)", count=2)
-        assert [int(pid) < 10 for pid in pids] == [is_enclosed] * 2
-        job.signal(signal.SIGUSR1)
-        assert job.end() == 143

@@ -217,7 +217,7 @@ def check_answers(port):
     for path, body, status, text in (
         ("x", {"instances": [1.0]}, 404, "Servable not found for request: Latest(x)"),
         ("m/versions/7", {"instances": [1.0]}, 404, "Specific(m, 7)"),
-        ("m", {"instances": ["a"]}, 400, "is not of expected type: float"),
+        ("m", {"instances": ["a"]}, 400, "of type float, or a number loses"),
     ):
         found, answer = once(port, "POST", f"/v1/models/{path}:predict", body)
         assert (found, text in answer["error"]) == (status, True), answer

@@ -33,7 +33,6 @@ from tfdist.launch.events import (
     encode_action,
     encode_event,
 )
-from tfdist.launch.multihost.agents import CannotStart, Lost, MessageReceived
 from tfdist.launch.multihost.hosts import decided_group
 from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.node import Node
@@ -68,7 +67,7 @@ class World:
         assert self.processes.perform(Start(task)) is None
 
     def hears(self, message, *, rank=1):
-        self.news.append(MessageReceived(rank=rank, message=json.loads(json.dumps(message))))
+        self.news.append((rank, json.loads(json.dumps(message))))
         return list(self.processes.wait(None))
 
 
@@ -159,7 +158,7 @@ def test_messages_about_foreign_tasks_are_ignored(world):
 
 
 def test_a_lost_host_ends_its_tasks_and_starts_none(world):
-    world.news.append(Lost(rank=1, cause="no word for 5 s"))
+    world.news.append((1, "no word for 5 s"))
     gone = Ended(
         task=W1, status=EXIT_PEER_MISSING, at_s=NOW_S,
         cause="lost host host1: no word for 5 s",
@@ -174,7 +173,7 @@ def test_a_lost_host_ends_its_tasks_and_starts_none(world):
 
 def test_simultaneous_stop_requests_count_once(world):
     world.here = [StopRequest(signum=15)]
-    world.news.append(MessageReceived(rank=1, message=STOP))
+    world.news.append((1, STOP))
     assert world.processes.wait(None) == [StopRequest(signum=15)]
     assert world.hears(STOP, rank=2) == []
     assert world.hears(STOP, rank=2) == [StopRequest(signum=15)]  # it means it
@@ -268,7 +267,7 @@ def gather(*parts):
 
 
 def ready(*ranks):
-    return [MessageReceived(rank=rank, message={"ready": [1]}) for rank in ranks]
+    return [(rank, {"ready": [1]}) for rank in ranks]
 
 
 def test_an_elastic_job_refuses_two_names_of_one_host():
@@ -289,5 +288,5 @@ def test_all_hosts_that_are_there_may_begin():
 
 def test_the_first_refused_host_ends_the_job():
     errors = [UsageError("x", name, fix="z", code="cannot-start-agent") for name in "ab"]
-    news = [CannotStart(rank=rank, error=error) for rank, error in zip((3, 1), errors, strict=True)]
+    news = [*zip((3, 1), errors, strict=True)]
     assert refusal(lambda: gather(ready(2), news)) is errors[0]

@@ -142,7 +142,7 @@ def test_the_demo_without_data_names_the_missing_package(monkeypatch, capsys):
 # Extras
 
 OPTIONAL = [
-    *("grpc", "grpc_health", "httptools", "jinja2", "keras_tuner", "matplotlib", "orjson"),
+    *("grpc", "grpc_health", "httptools", "jinja2", "keras_tuner", "orjson"),
     *("prometheus_client", "ray", "setproctitle", "sklearn", "tensorboard", "tensorflow_datasets"),
     *("tensorflow_serving", "uvicorn", "uvloop"),
 ]
@@ -161,7 +161,7 @@ with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("adam", "mse")
 tfdist.fit(model, x, y, batch_size=4, verbose=0, callbacks=[tfdist.BackupAndRestore("backup")])
-from tfdist.outputs.display import ScalarWriter, empty_panels
+from tfdist.outputs.display import ScalarWriter
 ScalarWriter("events").write(3, {{"val_loss": 0.5}})
 from tfdist.submit.__main__ import main as submit
 from tfdist import demo, serve, tune
@@ -173,7 +173,6 @@ for extra, call in {{
     "digits": lambda: tfdist.data.tfds.from_tfds("tfdist_digits", "train"),
     "serving": lambda: serve._serve(["backup"]),
     "serving ": lambda: tfdist.export_model(model, "served"),
-    "plots": lambda: empty_panels("plot"),
 }}.items():
     try:
         call()

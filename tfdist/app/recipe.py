@@ -104,8 +104,6 @@ def optimizer_of(config: Any, *, total_steps: int) -> keras.optimizers.Optimizer
         options["weight_decay"] = config.weight_decay
     if config.clip_norm:
         options["global_clipnorm"] = config.clip_norm
-    if config.gradient_accumulation_steps > 1:
-        options["gradient_accumulation_steps"] = config.gradient_accumulation_steps
     if config.optimizer == "sgd":
         return keras.optimizers.SGD(
             momentum=config.momentum, nesterov=config.momentum > 0, **options

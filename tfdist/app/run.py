@@ -19,7 +19,6 @@ import numpy as np
 from tfdist.app import recipe
 from tfdist.checkpoint.backup import BackupAndRestore, save_whole
 from tfdist.checkpoint.model_state import state_sha256, weights_sha256
-from tfdist.checkpoint.publish import PublishModel
 from tfdist.cluster import TaskConfig, read_environment
 from tfdist.cluster.settings import restarts
 from tfdist.configs import FREE
@@ -152,7 +151,6 @@ def _fit(
     callbacks = [
         *([stopping] if stopping else []),
         _backup(config, directory),
-        *([PublishModel(config.publish, run=directory.path)] if config.publish else []),
         keras.callbacks.TerminateOnNaN(),
         reporter,
     ]
@@ -170,8 +168,6 @@ def _fit(
         virtual_epochs=recipe.virtual_epochs(config),
         seed=seed,
         max_staleness=config.max_staleness,
-        sharded_optimizer=config.sharded_optimizer,
-        fused_kernels=config.fused_kernels,
         **{name: value for name, value in options.items() if value},
     )
     losses = history.history.get("loss", [])
@@ -199,8 +195,8 @@ def _backup(config: Any, directory: RunDirectory) -> keras.callbacks.Callback:
     return BackupAndRestore(
         directory.checkpoints,
         best="val_loss" if is_validated else None,
-        save_freq="auto" if config.backup_every == "auto" else config.backup_every_steps or "epoch",
-        keep=config.keep_checkpoints,
+        save_freq=config.backup_every_steps or "epoch",
+        keep=2,
     )
 
 

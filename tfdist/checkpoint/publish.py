@@ -40,7 +40,6 @@ class PublishModel(keras.callbacks.Callback):
       directory: Model directory of a server, or a URL of fsspec (``gs://bucket/served``).
       model: ``file.py:function`` that returns the built model. Needed for custom classes (default:
         the configuration of the model).
-      run: Run directory of ``tfdist.train``, which describes the model (default: `None`).
 
     Raises:
       UsageError: No `BackupAndRestore` is among the callbacks of the `fit`. Another process cannot
@@ -49,17 +48,10 @@ class PublishModel(keras.callbacks.Callback):
 
     chief_only = True
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        model: str | None = None,
-        run: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, model: str | None = None) -> None:
         super().__init__()
         self._directory = os.fspath(directory)
         self._make = model
-        self._run = run
         self.backup: BackupAndRestore | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -71,11 +63,10 @@ class PublishModel(keras.callbacks.Callback):
         assert self.backup is not None
         self.backup.prepare()  # the model's configuration is beside the checkpoints
         checkpoints = self.backup.store.directory
-        words = [str(self._run or checkpoints), self._directory, "--follow", "--until_eof"]
+        words = [str(checkpoints), self._directory, "--follow", "--until_eof"]
         if self.backup.best:
             words.append("--best")
-        if self._run is None:
-            words += ["--model", self._make or str(_written(self.model, checkpoints))]
+        words += ["--model", self._make or str(_written(self.model, checkpoints))]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tfdist.export", *words],
             stdin=subprocess.PIPE,

@@ -105,9 +105,6 @@ def _check_together(values: dict[str, Any]) -> None:
     if min(values["augmentation.std"]) <= 0:
         fix = "use numbers above 0: (1.0,) does not change images"
         raise wrong("CFG011", "augmentation.std", "has a number that is not above 0", fix)
-    if values["backup_every"] == "auto" and values["backup_every_steps"]:
-        problem = "does not apply, because backup_every is auto"
-        raise wrong("CFG014", "backup_every_steps", problem, "leave one of them out")
     if values["early_stopping_patience"] and not values["validation_split"]:
         problem = "needs a validation_split"
         raise wrong("CFG013", "early_stopping_patience", problem, "set validation_split")

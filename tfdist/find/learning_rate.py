@@ -7,10 +7,8 @@ import dataclasses
 import functools
 import logging
 import math
-import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,7 +17,6 @@ import numpy as np
 from tfdist import phases
 from tfdist.checkpoint import model_state
 from tfdist.errors import PeerLost, Stopped, require, require_int, require_number
-from tfdist.outputs.display import empty_panels
 from tfdist.strategy import Job
 from tfdist.training import building, inputs
 from tfdist.training.blocks import BlockRunner, Decision, decide
@@ -237,25 +234,6 @@ class LearningRates:
     @property
     def suggestion(self) -> float | None:
         return None if self.steepest is None else min(self.steepest, self.lowest / _DIVISOR)
-
-    def plot(self, path: str | os.PathLike[str]) -> Path:
-        """Plot losses over rates to a PNG or PDF file and return its path.
-
-        Raises UsageError if matplotlib is not installed.
-        """
-        figure, (axes,) = empty_panels("LearningRates.plot")
-        many = len(self.smoothed)
-        axes.plot(self.rates[:many], self.losses[:many], color="#9bb8d8", lw=0.8, label="step")
-        axes.plot(self.rates[:many], self.smoothed, color="#1f5fa8", label="smoothed")
-        if self.suggestion is not None:
-            label = f"suggestion {self.suggestion:.3g}"
-            axes.axvline(self.suggestion, color="#d1661a", ls="--", label=label)
-        axes.set_xscale("log")
-        axes.set_xlabel("learning rate")
-        axes.set_ylabel("loss")
-        axes.legend(frameon=False, fontsize=9)
-        figure.savefig(path)
-        return Path(path)
 
     def __str__(self) -> str:
         tried = f"{len(self.rates)} steps from {self.rates[0]:.3g} to {self.rates[-1]:.3g}"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.errors import EXIT_PEER_MISSING, TfdistError, UsageError
+from tfdist.errors import EXIT_PEER_MISSING, TfdistError
 from tfdist.launch.events import Message
 from tfdist.launch.multihost.pipe import BEAT_EVERY_S, SILENT_S, Pipe
 
@@ -54,15 +54,7 @@ def _serve(pipe: Pipe, *, address: str) -> int:
         messages = pipe.take_messages()
     pipe.timeout_s = SILENT_S
     first = {**messages[0], "at": address}
-    try:
-        os.chdir(first["cwd"])
-    except OSError as error:
-        raise UsageError(
-            "working directory",
-            f"this host cannot enter {first['cwd']} ({error.strerror})",
-            fix="start the job in a directory that all hosts share at the same path",
-            code="no-directory",
-        ) from None
+    os.chdir(first["cwd"])
     os.environ.update(first["env"])
     sys.path[:0] = [first["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
     assert first["module"] in MODULES, first["module"]
@@ -77,21 +69,10 @@ def lock_host(run_dir: str, host: str, *, within_s: float, pipe: Pipe) -> int:
 
     An earlier agent that lost its launcher has `within_s` seconds to stop its tasks. Then it is
     killed, and its guardian kills the tasks. So two agents never write to one run directory.
-
-    Raises:
-        UsageError: The lock file cannot be opened.
     """
     name = hashlib.sha256(f"{run_dir}\0{host}".encode()).hexdigest()[:16]
     path = os.path.join(tempfile.gettempdir(), f"tfdist-{os.getuid()}-{name}.lock")
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UsageError(
-            path,
-            f"this user cannot open the lock file ({error.strerror})",
-            fix="remove it, or set TMPDIR on this host to a directory of your own",
-            code="not-writable",
-        ) from None
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     deadline_s = time.monotonic() + within_s
     while not pipe.lost:
         with contextlib.suppress(BlockingIOError):

@@ -146,8 +146,8 @@ def _replace_resolver() -> None:
         os.fchmod(file.fileno(), 0o644)
         file.write(f"nameserver {_RESOLVER}\n")
         file.flush()
-        mount("none", "/", "", _MS_REC | _MS_SLAVE)  # hide these mounts from the machine
-        mount(file.name, str(_RESOLVERS), "", _MS_BIND)
+        _mount("none", "/", _MS_REC | _MS_SLAVE)  # hide these mounts from the machine
+        _mount(file.name, str(_RESOLVERS), _MS_BIND)
 
 
 def _unshare_network(*, with_mounts: bool) -> None:
@@ -155,22 +155,20 @@ def _unshare_network(*, with_mounts: bool) -> None:
     user, group = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNET | _CLONE_NEWNS * with_mounts
     try:
-        call("unshare", flags)
+        _call("unshare", flags)
     except PermissionError:
-        call("unshare", _CLONE_NEWUSER | flags)
+        _call("unshare", _CLONE_NEWUSER | flags)
         # Keep the user and group ids, so that file ownership does not change.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
 
 
-def mount(source: str, target: str, kind: str, flags: int) -> None:
-    """Mount a file system of a kind, as in mount(2)."""
-    words = (source.encode(), target.encode(), kind.encode())
-    call("mount", *words, ctypes.c_ulong(flags), None)
+def _mount(source: str, target: str, flags: int) -> None:
+    _call("mount", source.encode(), target.encode(), b"", ctypes.c_ulong(flags), None)
 
 
-def call(name: str, *args: object) -> None:
+def _call(name: str, *args: object) -> None:
     """Call a function of the C library, and raise OSError if it fails."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args):

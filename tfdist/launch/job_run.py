@@ -19,7 +19,6 @@ from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.files import write_json
 from tfdist.launch.agent import lock_host
 from tfdist.launch.diagnosis import Watchdog
-from tfdist.launch.enclosure import enclose
 from tfdist.launch.ending import (
     closing_lines,
     command_of,
@@ -238,10 +237,7 @@ def _show(job: JobDescription) -> int:
 
 
 def _run(job: JobDescription, screen: JobScreen) -> int:
-    network = ""
-    if job.options.isolate:
-        network = isolate(job.environ)
-        enclose()
+    network = isolate(job.environ) if job.options.isolate else ""
     with (
         PortPool(job.num_local_addresses, among=job.ports) as ports,
         SignalPipe() as signals,

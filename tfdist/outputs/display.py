@@ -1,4 +1,4 @@
-"""Display of a run: progress and result on a terminal, scalars in TensorBoard, empty plots.
+"""Display of a run: progress and result on a terminal, scalars in TensorBoard.
 
 On a terminal the progress line is updated in place. Elsewhere, also under the launcher, a line is
 printed every ten seconds.
@@ -13,8 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
-
-from tfdist.errors import require_packages
 
 logger = logging.getLogger(__name__)
 
@@ -173,21 +171,3 @@ def tag(name: str) -> str:
     if name.startswith("val_"):
         return f"validation/{name.removeprefix('val_')}"
     return name if name in ("learning_rate", "examples_per_second") else f"train/{name}"
-
-
-def empty_panels(where: str, *, columns: int = 1, width: float = 6.4) -> tuple[Any, list[Any]]:
-    """Return a figure and its panels, without pyplot or a display.
-
-    Raises UsageError if matplotlib is not installed.
-    """
-    require_packages(where, "matplotlib", extra="plots")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width * columns, 4.0), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes_of_panels = list(figure.subplots(1, columns, squeeze=False)[0])
-    for axes in axes_of_panels:
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes_of_panels

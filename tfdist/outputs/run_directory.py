@@ -27,7 +27,10 @@ COUNTERS = frozenset(
     }
 )
 """Fields of a line of `metrics.jsonl` that are not metrics."""
-_REMOVED_FIELDS = ("ledger", "profile_steps", "tracker")
+_REMOVED_FIELDS = (
+    *("ledger", "profile_steps", "tracker", "backup_every", "publish", "keep_checkpoints"),
+    *("gradient_accumulation_steps", "sharded_optimizer", "fused_kernels"),
+)
 """Fields that an earlier version wrote to configurations."""
 _LAUNCHERS_OWN = frozenset({"logs", "report.json", "live.json"})
 _SHOWN_DIFFERENCES = 3

@@ -227,11 +227,8 @@ def fold(lines: Iterable[Mapping[str, Any]]) -> SweepState:
     return state
 
 
-def best_trial(path: Path, *, where: str) -> tuple[SweepState, Trial]:
-    """Return the state of the sweep in a directory, and its best trial.
-
-    Raises UsageError at `where` if the directory has no sweep, or if no trial is completed.
-    """
+def sweep_in(path: Path, *, where: str) -> SweepState:
+    """Return the state of the sweep in a directory, or raise UsageError if there is none."""
     state = fold(read(path / JOURNAL))
     require(
         state.begun,
@@ -240,6 +237,15 @@ def best_trial(path: Path, *, where: str) -> tuple[SweepState, Trial]:
         fix="give the --sweep_dir of the sweep",
         code="no-sweep",
     )
+    return state
+
+
+def best_trial(path: Path, *, where: str) -> tuple[SweepState, Trial]:
+    """Return the state of the sweep in a directory, and its best trial.
+
+    Raises UsageError at `where` if the directory has no sweep, or if no trial is completed.
+    """
+    state = sweep_in(path, where=where)
     ranked = state.ranked()
     require(
         ranked,

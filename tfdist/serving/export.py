@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,18 +149,9 @@ def export_model(
 
 
 def _version_at(url: str, version: int | None) -> int:
-    """Return the next version at a URL, or the given one. Raise UsageError if it exists."""
     with reading_from(url):
         found = {path.partition("/")[0] for path in files_in(*opened(url))}
-    numbers = {version_number(name) or 0 for name in found}
-    require(
-        version not in numbers,
-        "version",
-        f"version {version} already exists in {url}",
-        fix="leave version out to write the next version",
-        code="version-exists",
-    )
-    return version or max(numbers, default=0) + 1
+    return _new_version(version, found, where=url)
 
 
 def _upload(target: Path, url: str) -> None:
@@ -250,20 +241,13 @@ def _is_by_example(export: _Export, samples: Any) -> bool:
 
 def _inputs_of(model: keras.Model, samples: Any) -> Any:
     """Return the structure of a model's inputs, with a named `tf.TensorSpec` for each input."""
-    require(
-        model.built,
-        "export_model",
-        f"model {model.name!r} is not built",
-        fix="add a keras.Input, or train the model first",
-        code="not-built",
-    )
     nest = getattr(model, "_inputs_struct", None)  # only a functional model has it
     if nest is None and isinstance(model, keras.Sequential) and model.inputs:
         nest = model.inputs[0]
     if nest is None and samples is None:
         raise UsageError(
             "export_model",
-            f"the inputs of the subclassed model {model.name!r} are unknown",
+            f"the inputs of the subclassed or unbuilt model {model.name!r} are unknown",
             fix="pass samples=..., a few examples in the structure of the model's inputs",
             code="no-samples",
         )
@@ -448,7 +432,7 @@ def _publishing(directory: Path, name: str, version: int | None) -> Iterator[tup
     with FileLock(directory / ".lock") as lock:
         with contextlib.suppress(OSError):  # the file system may not support locks
             lock.acquire(within_s=_OTHERS_S)
-        target = _new_version(home, version)
+        target = home / str(_new_version(version, os.listdir(home), where=home))
         unfinished = target.with_name(f".partial-{target.name}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
@@ -463,26 +447,20 @@ def _publishing(directory: Path, name: str, version: int | None) -> Iterator[tup
         _write_config(directory)
 
 
-def _new_version(home: Path, version: int | None) -> Path:
-    there = {version_number(path.name) or 0 for path in home.iterdir()}
+def _new_version(version: int | None, names: Iterable[str], *, where: object) -> int:
+    """Return the next version, or the given one. Raise UsageError if it exists in `names`."""
+    there = {version_number(name) or 0 for name in names}
     if version is None:
-        version = max(there, default=0) + 1
+        return max(there, default=0) + 1
     require_int("version", version, least=1)
-    require(
-        version_number(str(version)),
-        "version",
-        f"{version} is too large for model servers",
-        fix="pass a number below 2**63",
-        code="too-large",
-    )
     require(
         version not in there,
         "version",
-        f"version {version} already exists in {home}",
+        f"version {version} already exists in {where}",
         fix="leave version out to write the next version",
         code="version-exists",
     )
-    return home / str(version)
+    return version
 
 
 def _write_config(directory: Path) -> None:

@@ -1,6 +1,6 @@
 """TensorFlow Serving's JSON: conversion of requests to arrays and of arrays to answers.
 
-Formats and messages follow ``tensorflow_serving/util/json_tensor.cc``. Pure, without TensorFlow.
+Formats and most messages follow TensorFlow Serving's ``json_tensor.cc``. Pure, without TensorFlow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tfdist.serving.protocol import invalid
 
 DEFAULT_SIGNATURE = "serving_default"
 _NAMES = {"float32": "float", "float64": "double", "float16": "half", "object": "string"}
-_TYPES = {type(None): "Null", dict: "Object", list: "Array", str: "String"}
 _SHOWN = 500  # characters of a value in an error
 _URL_SAFE = str.maketrans("-_", "+/")
 
@@ -112,22 +111,11 @@ def _of_only_input(key: str, values: Any, specs: Mapping[str, TensorSpec]) -> di
 def _array(value: Any, spec: TensorSpec, name: str, has_others: bool) -> np.ndarray:
     array = _converted(value, spec.dtype, has_others)
     if array is None:
-        leaves = np.array(value, object).reshape(-1)  # `flat` has a limit of 32 dimensions
-        while len(leaves) > 1:  # binary search: a linear search takes minutes for millions
-            half = len(leaves) // 2
-            is_before = _converted(leaves[:half].tolist(), spec.dtype, has_others=True) is None
-            leaves = leaves[:half] if is_before else leaves[half:]
-        for leaf in leaves:
-            if isinstance(leaf, list):  # NumPy keeps ragged lists as objects
-                invalid(f"input {name}: lists of different lengths, or too deeply nested")
-            if _converted(leaf, spec.dtype, has_others=True) is None:
-                shown, wanted = _shown(leaf), _NAMES.get(spec.dtype.name, spec.dtype.name)
-                kind = str(leaf) if isinstance(leaf, bool) else _TYPES.get(type(leaf), "Number")
-                if kind == "Number" and spec.dtype.kind == "f":
-                    lost = "without loss of precision."
-                    invalid(f"Cannot convert JSON value: {shown} to {wanted} {lost}")
-                invalid(f"JSON Value: {shown} Type: {kind} is not of expected type: {wanted}")
-        invalid(f"Failed to process input {name}")
+        wanted = _NAMES.get(spec.dtype.name, spec.dtype.name)
+        invalid(
+            f"input {name}: the values are not equally nested lists of type {wanted}, or a number "
+            "loses precision"
+        )
     require_fit(array.shape, spec, name)
     return array
 

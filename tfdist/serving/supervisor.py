@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -182,13 +181,7 @@ class ServiceSupervisor:
         for version in model.refused.keys() - before.refused.keys():
             _LOG.error("%s: version %d rejected: %s", name, version, model.refused[version])
         if model.served not in (None, before.served):
-            age = ""
-            if before.served is not None:
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                    directory = self._directory(name, model.served)
-                    saved_at = json.loads((directory / "manifest.json").read_text())["saved_at"]
-                    age = f", {time.time() - saved_at:.1f} s after its checkpoint was saved"
-            _LOG.info("%s: serving version %s%s", name, model.served, age)
+            _LOG.info("%s: serving version %s", name, model.served)
         self._models[name], starts, drains = model.plan(self._ids)
         self._draining.update({id: name for id in drains if id in self._replicas})
         for replica in starts:

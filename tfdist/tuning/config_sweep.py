@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from tfdist import chatter
 from tfdist.configs import FREE, flat
 from tfdist.errors import require
 from tfdist.options import OPTUNA_PACKAGES
@@ -38,7 +36,7 @@ class ConfigSweep(sweep.Sweep):
     @functools.cached_property
     def space(self) -> SearchSpace:
         """The search space. The first access takes seconds: KerasTuner imports TensorFlow."""
-        with _silent_standard_error():  # TensorFlow writes four lines to it at any log level
+        with chatter.hidden():
             from tfdist.tuning.oracle import SearchSpace
 
         return SearchSpace(self.options.config, self._config)
@@ -80,20 +78,6 @@ class ConfigSweep(sweep.Sweep):
         return flags if is_set else (*flags, f"--config.seed={seed}")
 
 
-@contextlib.contextmanager
-def _silent_standard_error() -> Iterator[None]:
-    """Discard all output to standard error, also from C++. Exceptions are printed later."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
 def _check(options: SweepOptions, config: Any) -> None:
     require(
         not config.run_dir,
@@ -101,13 +85,6 @@ def _check(options: SweepOptions, config: Any) -> None:
         f"all trials would share the run directory {config.run_dir!r}",
         fix="leave it out, and pass --sweep_dir",
         code="run-dir-in-a-sweep",
-    )
-    require(
-        not config.publish,
-        "config.publish",
-        f"every trial would publish versions to {config.publish!r}, whatever its score",
-        fix="leave it out, and export the best trial's run with python -m tfdist.export",
-        code="publish-in-a-sweep",
     )
     require(
         not config.objective_file,

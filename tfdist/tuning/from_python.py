@@ -234,8 +234,6 @@ class TunerSweep(Sweep):
             fix="choose one metric",
             code="several-objectives",
         )
-        where = "tfdist.tuning.search"
-        space = describe_space(oracle.hyperparameters, where=where, function="build(hp)")
         names = ("strategy", "workers", "ps")
         settings = {n: str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}
         settings["executions_per_trial"] = str(tuner.executions_per_trial)
@@ -251,7 +249,7 @@ class TunerSweep(Sweep):
             "seed": (tuner.seed or None) if isinstance(tuner, _TELL_THEIR_SEED) else None,
             "max_trials": oracle.max_trials,
             "config": {"tuner": settings, **plain},
-            "space": space,
+            "space": describe_space(oracle.hyperparameters),
         }
 
     def search(self, begun: Mapping[str, Any]) -> Search:

@@ -38,7 +38,7 @@ _Build = Callable[[Any, Any], object]
 class SearchSpace:
     """All hyperparameters of a config file, and the config flags for a trial's values.
 
-    Raises UsageError if the file has no `space` function or an empty space, or if it fails.
+    Raises UsageError if the file has no `space` function, or if it fails.
     """
 
     def __init__(self, path: str, config: Any) -> None:
@@ -46,9 +46,7 @@ class SearchSpace:
         self._config = config
         self._build = _load(path)
         self.hyperparameters = discover_space(self._built, keras_tuner.HyperParameters())
-        self.description = describe_space(
-            self.hyperparameters, where=path, function="space(hp, config)"
-        )
+        self.description = describe_space(self.hyperparameters)
 
     def flags(self, values: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the ``--config.field=value`` flags of a trial with these values.
@@ -113,17 +111,9 @@ def record_asked(hp: Any) -> dict[str, Any]:
     return asked
 
 
-def describe_space(hyperparameters: Any, *, where: str, function: str) -> list[dict[str, Any]]:
-    """Return a search space as JSON, for the journal, or raise UsageError if it is empty."""
-    space: list[dict[str, Any]] = json.loads(json.dumps(hyperparameters.get_config()["space"]))
-    require(
-        space,
-        where,
-        "the search space has no hyperparameters",
-        fix=f'read a value from hp in {function}, such as hp.Float("dropout", 0.0, 0.5)',
-        code="empty-space",
-    )
-    return space
+def describe_space(hyperparameters: Any) -> list[dict[str, Any]]:
+    """Return a search space as JSON, for the journal."""
+    return list(json.loads(json.dumps(hyperparameters.get_config()["space"])))
 
 
 def _load(path: str) -> _Build:
@@ -259,9 +249,6 @@ class Search:
         self._project = sweep_dir / PROJECT
         self._recorded: Mapping[str, Any] | None = None
         self._is_over = False
-        self._model = _Model(getattr(oracle, "gpr", None))
-        if hasattr(oracle, "gpr"):
-            oracle.gpr = self._model
         self._populate = oracle.populate_space
         if isinstance(oracle, keras_tuner.oracles.GridSearchOracle):
             self._populate = functools.partial(self._next_of_grid, oracle.populate_space)
@@ -344,11 +331,7 @@ class Search:
         if recorded is not None and self._is_over:
             return recorded
         self._oracle.recorded = recorded and recorded["values"]  # for `OptunaOracle`
-        self._model.is_replay, self._model.has_new_data = recorded is not None, False
-        try:
-            answer = dict(self._populate(trial_id))
-        except _Replayed:
-            answer = dict(recorded or {})
+        answer = dict(self._populate(trial_id))
         if answer.get("values"):
             answer["values"] = {k: _plain(v) for k, v in answer["values"].items()}
         if recorded is None:
@@ -370,35 +353,6 @@ class Search:
         if answer["status"] == RUNNING:
             self._oracle._populate_next.append(trial_id)
         return answer
-
-
-class _Replayed(Exception):
-    """Exception that skips a prediction if the journal has the answer."""
-
-
-class _Model:
-    """Gaussian process that delays its fit until the next prediction.
-
-    The fit and the search for the optimum take seconds. In a replay, KerasTuner draws its random
-    numbers, and `_Replayed` skips the fit and the search. If KerasTuner later needs a prediction
-    for a running trial, the delayed fit runs first.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self._data: tuple[Any, Any] | None = None
-        self.is_replay = self.has_new_data = False
-
-    def fit(self, x: Any, y: Any) -> None:
-        self._data, self.has_new_data = (x, y), True
-
-    def predict(self, x: Any, **options: Any) -> Any:
-        if self.is_replay and self.has_new_data:
-            raise _Replayed
-        if self._data is not None:
-            self.model.fit(*self._data)
-            self._data = None
-        return self.model.predict(x, **options)
 
 
 def make_oracle(

@@ -22,21 +22,18 @@ from rich.table import Table
 from rich.text import Text
 
 from tfdist import files
-from tfdist.errors import require
 from tfdist.files import is_held, one_line_errors
 from tfdist.outputs.run_directory import RunDirectory, read_json
 from tfdist.outputs.sweep_journal import (
     COMPLETED,
     FAILED,
-    JOURNAL,
     LOCK,
     TRIALS,
     WAITING,
     SweepState,
     Trial,
     best_trial,
-    fold,
-    read,
+    sweep_in,
 )
 
 logger = logging.getLogger(__name__)
@@ -220,15 +217,7 @@ def _console() -> Console:
 
 def show(path: Path) -> None:
     """Print the sweep in a directory without changing it, or raise UsageError if there is none."""
-    lines = read(path / JOURNAL)
-    require(
-        lines,
-        "--show",
-        f"no sweep in {path} ({JOURNAL} is missing)",
-        fix="pass the --sweep_dir of a sweep",
-        code="no-sweep",
-    )
-    leaderboard(fold(lines), path, is_running=is_held(path / LOCK))
+    leaderboard(sweep_in(path, where="--show"), path, is_running=is_held(path / LOCK))
 
 
 def show_best(path: Path) -> None:

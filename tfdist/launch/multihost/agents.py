@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from tfdist.errors import EXIT_USAGE, UsageError
 from tfdist.launch.events import Message
@@ -59,31 +58,9 @@ _FIX = (
 _HARMLESS = r"^@|^Warning: Permanently added"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CannotStart:
-    """No agent can be started on a host, and a retry would not help."""
-
-    rank: int
-    error: UsageError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MessageReceived:
-    """A message from an agent."""
-
-    rank: int
-    message: Message
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lost:
-    """The loss of a connected agent."""
-
-    rank: int
-    cause: str
-
-
-News = CannotStart | MessageReceived | Lost
+News = tuple[int, Message | str | UsageError]
+"""A host's rank with a message of its agent, the cause of the agent's loss, or the error if no
+agent can start there."""
 
 
 class PipeAgent:
@@ -299,7 +276,7 @@ class Hub:
     def _receive(self, rank: int, agent: PipeAgent, message: Message) -> None:
         match message:
             case _ if rank in self._addresses:
-                self._news.append(MessageReceived(rank=rank, message=message))
+                self._news.append((rank, message))
             case {"refused": str(text)}:
                 problem, _, fix = text.partition(". Fix: ")
                 self._refuse(rank, problem, fix or "correct it on that host")
@@ -323,7 +300,7 @@ class Hub:
             self._selector.unregister(fd)
         why, fix = agent.close()
         if self._addresses.pop(rank, None) is not None:
-            self._news.append(Lost(rank=rank, cause=why or lost))
+            self._news.append((rank, why or lost))
         elif rank in self._refused:
             return
         elif fix and rank not in self._known:
@@ -341,4 +318,4 @@ class Hub:
 
     def _refuse(self, rank: int, problem: str, fix: str) -> None:
         error = UsageError(self._hosts[rank], problem, fix=fix, code="cannot-start-agent")
-        self._news.append(CannotStart(rank=rank, error=error))
+        self._news.append((rank, error))

@@ -31,7 +31,7 @@ from tfdist.launch.events import (
     encode_action,
     task_of,
 )
-from tfdist.launch.multihost.agents import CannotStart, Hub, Lost, MessageReceived
+from tfdist.launch.multihost.agents import Hub
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.plan import Attempt
 
@@ -239,14 +239,13 @@ class Team:
 
     def _turn(self) -> None:
         self.hub.turn()
-        for news in self.hub.take_news():
-            match news:
-                case MessageReceived(rank=rank, message=message):
-                    self._receive(rank, message)
-                case Lost(rank=rank, cause=cause):
-                    self._lost_host(rank, cause)
-                case CannotStart(error=error):
-                    self._error = self._error or error
+        for rank, news in self.hub.take_news():
+            if isinstance(news, UsageError):
+                self._error = self._error or news
+            elif isinstance(news, str):
+                self._lost_host(rank, news)
+            else:
+                self._receive(rank, news)
 
     def _lost_host(self, rank: int, cause: str) -> None:
         self._ports.pop(rank, None)
