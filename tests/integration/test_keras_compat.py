@@ -178,6 +178,10 @@ def masked_loss(loss, mask):
     return loss(tf.zeros([2, 1]), predicted)
 
 
+def one_number(y_true, y_pred):
+    return tf.reduce_mean(tf.abs(y_true - y_pred))
+
+
 def reduced():
     pairs = [(tf.ones([]), "the variable")]
     return TFOptimizer._all_reduce_sum_gradients(None, pairs)[0][0]
@@ -202,6 +206,13 @@ OF_TWO_REPLICAS = {
     "keras.src.losses.loss.apply_mask": (
         lambda: masked_loss(keras.losses.MeanAbsoluteError(), [True, False, True, True]),
         [0.5, 1.75],
+    ),
+    # One without an unmasked entry leaves its number out: not 0.75 and 1.75 of 2.5.
+    "keras.src.losses.loss.reduce_weighted_values": (
+        lambda: masked_loss(
+            keras.src.losses.LossFunctionWrapper(one_number), [False, False, True, True]
+        ),
+        [0.0, 1.75],
     ),
     # Sums of vectors by the number of replicas, and not the sums, which are 4.
     f"{Trainer.__name__}._aggregate_additional_loss": (

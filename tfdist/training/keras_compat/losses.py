@@ -113,6 +113,30 @@ def _regularization_as_it_is(original: Original, trace: StepTrace, regularizatio
     return part * tf.cast(trace.num_replicas, part.dtype)
 
 
+@replaces(keras_loss, "reduce_weighted_values", issue=f"{_SOURCE}#L164")
+def _one_number_of_all(
+    original: Original,
+    trace: StepTrace,
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: Any = _MEAN,
+    dtype: Any = None,
+) -> Any:
+    """Weight a scalar from a loss function by the mask and sample weights of the whole batch.
+
+    Keras would weight it by the replica's own mask and sample weights.
+    """
+    values = tf.convert_to_tensor(values, dtype)
+    is_one = values.shape.rank == 0 and (mask is not None or sample_weight is not None)
+    is_mean = reduction in (_MEAN, "mean", "mean_with_sample_weight")
+    if is_one and is_mean and _sums_in_step(trace, "a masked or weighted loss"):
+        mine = original(tf.ones_like(values), sample_weight, mask, reduction, dtype)
+        values *= _over_replicas(mine * tf.cast(trace.share, mine.dtype), trace)
+        return original(values, reduction=reduction)
+    return original(values, sample_weight, mask, reduction, dtype)
+
+
 # Keras divides by the replica's own number of unmasked entries or sum of sample weights.
 
 
