@@ -9,6 +9,7 @@ from keras.src.backend.common.masking import set_keras_mask
 
 from tests.integration.test_conformance import (
     MEAN,
+    SUM,
     AddsItsSquares,
     TwoMeans,
     X,
@@ -55,6 +56,19 @@ class InALoop(keras.Sequential):
         return tf.while_loop(lambda i, _: i < 2, add, [0, 0.0])[1]
 
 
+class Clips(keras.optimizers.SGD):
+    """Clips by a method of its own, to which a replica's own gradients come."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply([tf.clip_by_norm(g, 0.1) for g in grads], trainable_variables)
+
+
+def clipping():
+    model = keras.Sequential([keras.Input((6,)), L.Dense(1)])
+    model.compile(Clips(0.001), "mse")
+    return model
+
+
 class Contrastive(OwnStep, keras.Model):
     """Which of the others in the batch is an example's own."""
 
@@ -87,14 +101,34 @@ def comparing(kind):
     return make
 
 
+class DividesASum(OwnStep, keras.Sequential):
+    """A mean by hand, of a loss that sums."""
+
+    def loss_of(self, data):
+        x, y = data
+        return SUM(y, self(x)) / tf.cast(tf.shape(x)[0], tf.float32)
+
+
+class DividesByAll(DividesASum):
+    """By the examples of the whole batch, which is right."""
+
+    def loss_of(self, data):
+        return SUM(data[1], self(data[0])) / 8
+
+
 PAIRS = "a matrix product of the batch with itself on 2 replicas"
+QUOTIENT = "a loss that is a sum over the batch is divided by a number of each of 2 replicas"
 DICE = functools.partial(of, parts=lambda: [L.Dense(1, "sigmoid")])
 WARNED = {
     "a masked loss in a loop": (of(InALoop, loss=MEAN), 9, "a masked loss in a loop or condition"),
+    "an optimizer's own method": (clipping, 9, "Clips.apply gets the gradients of each replica's"),
     "pairs": (comparing(Contrastive), 9, PAIRS),
     "pairs of even parts": (comparing(Contrastive), 8, PAIRS),
     "a sum of pairs": (comparing(SumOfAll), 9, PAIRS),
     "a sum of pairs of even parts": (comparing(SumOfAll), 8, PAIRS),
+    "a sum that is divided": (of(DividesASum), 9, QUOTIENT),
+    "a sum of even parts that is divided": (of(DividesASum), 8, QUOTIENT),
+    "a sum that is divided by all": (of(DividesByAll), 8, None),
     "overlap of a batch": (DICE(loss=keras.losses.Dice()), 8, "Dice of a whole batch on 2 repl"),
     "overlap of an example": (DICE(loss=keras.losses.Tversky(axis=1)), 8, None),
     # Layers as wide as a part of the batch compare nothing.

@@ -25,6 +25,7 @@ from tfdist.training.keras_compat.reduction import (
     scattered,
     summed_rows,
     times,
+    warn_of_its_own,
     wholes_of,
 )
 from tfdist.training.keras_compat.trace import (
@@ -60,6 +61,7 @@ def _gradient_hook(
         trainable_variables = list(trainable_variables)
     if trace.num_replicas > 1:
         _require_built(self)
+        warn_of_its_own(self)
         grads = [g if g is None else times(g, trace.share) for g in grads]
     if trace.instead_of_update is not None:
         grads = [summed_rows(g) for g in grads]

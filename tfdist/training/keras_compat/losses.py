@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.layers.layer import Layer
 from keras.src.losses import loss as keras_loss
@@ -35,6 +36,7 @@ from tfdist.training.keras_compat.trace import (
 )
 
 _PRODUCTS = frozenset(("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum"))
+_QUOTIENTS = frozenset(("RealDiv", "DivNoNan"))
 _OF_A_BATCH = keras.losses.Dice, keras.losses.Tversky
 _MEAN = "sum_over_batch_size"
 _WHOLE_BATCHES = ". Fix: set PipelineOptions(split_size=...) to the batch size"
@@ -82,7 +84,11 @@ def _sums_by_fraction(
         mean = tf.math.divide_no_nan(original(values, sample_weight, "sum"), whole)
         return _by_fraction(mean, trace)
     reduced = original(values, sample_weight, reduction)
-    return _by_fraction(reduced, trace) if reduction == "sum" else reduced
+    if reduction != "sum":
+        return reduced
+    whole = _by_fraction(reduced, trace)
+    trace.whole_sums.add(whole.op.name)
+    return whole
 
 
 def _by_fraction(value: tf.Tensor, trace: StepTrace) -> tf.Tensor:
@@ -249,7 +255,8 @@ def _summing_by_the_tape(
             targets = tf.nest.flatten(target)
             output_gradients = _seeds(targets, trace)
             if trace.num_replicas > 1:
-                warn_of_parts(targets, trace)
+                _warn_of_pairs(targets, trace)
+                _warn_of_quotients(targets, trace)
     return original(self, target, sources, output_gradients, **kwargs)
 
 
@@ -269,8 +276,15 @@ def _seeds(targets: Sequence[Any], trace: StepTrace) -> list[tf.Tensor] | None:
 
 
 def warn_of_parts(targets: Sequence[Any], trace: StepTrace) -> None:
+    """Warn if a loss is not the mean of the losses of the batch's parts."""
+    if trace.division:
+        _warn_of_pairs(targets, trace)
+        _warn_of_quotients(targets, trace)
+
+
+def _warn_of_pairs(targets: Sequence[Any], trace: StepTrace) -> None:
     """Warn if a loss depends on products of the batch with itself, as contrastive losses do."""
-    if trace.division and compares_examples(targets, trace):
+    if compares_examples(targets, trace):
         warn_once(
             f"a matrix product of the batch with itself {trace.division} compares only examples "
             "of the same part, so the loss differs from the loss on one device"
@@ -303,6 +317,33 @@ def compares_examples(targets: Sequence[Any], trace: StepTrace, losses: Any = ()
 
 def _is_of_a_batch(loss: Any) -> bool:
     return isinstance(loss, _OF_A_BATCH) and loss.axis is None
+
+
+def _warn_of_quotients(targets: Sequence[Any], trace: StepTrace) -> None:
+    """Warn if a sum over the batch is divided by a number that depends on a replica's part."""
+    behind = ops_behind([target for target in targets if isinstance(target, tf.Tensor)])
+    count = trace.num_replicas * trace.micros
+    parts = f"{count} {'micro-batches' if trace.micros > 1 else 'replicas'}"
+    for operation in behind if trace.whole_sums else ():
+        is_number = operation.type in _QUOTIENTS and operation.outputs[0].shape.rank == 0
+        if not is_number or operation.name in trace.whole_sums:
+            continue
+        numerator, denominator = operation.inputs
+        of_sum = any(op.name in trace.whole_sums for op in ops_behind([numerator]))
+        if of_sum and any(_is_of_part(op, trace) for op in ops_behind([denominator])):
+            warn_once(
+                "a loss that is a sum over the batch is divided by a number of each of "
+                f"{parts}: it counts {count} times as much as on one device. "
+                'Fix: let the loss compute the mean (reduction="mean")'
+            )
+            return
+
+
+def _is_of_part(operation: tf.Operation, trace: StepTrace) -> bool:
+    """Return whether an operation returns a part of the batch or its size (maybe constant)."""
+    if operation.type == "Const":
+        return trace.rows() in np.ravel(tf.get_static_value(operation.outputs[0]))
+    return operation.type == "Shape" or any(part.op is operation for part in trace.parts())
 
 
 # Each replica is traced in a thread. The threads switch at collectives, also during a forward pass.

@@ -17,7 +17,7 @@ from tfdist.errors import UsageError
 from tfdist.strategy.group import SUM_FAILED, VariablePart, part_of
 from tfdist.strategy.job import current_job
 from tfdist.strategy.ring import Ring
-from tfdist.training.keras_compat.trace import StepTrace, current
+from tfdist.training.keras_compat.trace import StepTrace, current, warn_once
 
 _PACK_BYTES = 2**20
 _BUCKET_BYTES = 25 * 2**20
@@ -49,6 +49,18 @@ def reduced(grads: list[Any], trace: StepTrace) -> list[Any]:
         for i, total in zip(sparse, slices, strict=True):
             grads[i] = total
     return grads
+
+
+def warn_of_its_own(optimizer: Any) -> None:
+    """Warn if the optimizer has its own `apply` method, which sees gradients before the sum."""
+    for name in ("apply", "apply_gradients"):
+        owner = next(kind for kind in type(optimizer).__mro__ if name in vars(kind))
+        if not owner.__module__.startswith("keras.src."):
+            warn_once(
+                f"{owner.__name__}.{name} gets the gradients of each replica's own part of the "
+                "batch, so clipping or normalizing there differs from one device. Fix: do it in "
+                "update_step, or with clipnorm, clipvalue or global_clipnorm"
+            )
 
 
 def reduce_statistics(trace: StepTrace) -> None:

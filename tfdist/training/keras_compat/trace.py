@@ -78,6 +78,7 @@ class StepTrace:
       packed: Function that packs the pairs of gradients and variables for an update.
       counts: Optimizers' update counts in this step. `None` to use the counts in the variables.
       updated: Parts of variables that a sharded optimizer updates, in the order of its gradients.
+      whole_sums: Names of operations that return sums of losses over the batch.
       sources: Functions that return whole metric values, by the name of the operation with the
         step's value. `None` if the step's values are whole.
       layers: Holders of the losses that layers have added, by the `id` of the layer.
@@ -111,6 +112,7 @@ class StepTrace:
     in_hook: bool = False
     in_losses: bool = False
     statistics: list[keras.Variable] = dataclasses.field(default_factory=list)
+    whole_sums: set[str] = dataclasses.field(default_factory=set)
     sources: dict[str, Callable[[], Any]] | None = None
     layers: dict[int, Any] = dataclasses.field(default_factory=dict)
     updates: bool = True

@@ -33,6 +33,7 @@ from tfdist.training.keras_compat.trace import (
     Original,
     StepTrace,
     replaces,
+    warn_once,
 )
 
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
@@ -259,6 +260,7 @@ def _seed_of_the_step(
 
 
 def _draw(trace: StepTrace, generator: SeedGenerator | None = None) -> tf.Tensor:
+    _warn_in_loop(trace)
     if id(generator) in trace.numbers:
         number = next(trace.numbers[id(generator)])
     else:
@@ -268,6 +270,15 @@ def _draw(trace: StepTrace, generator: SeedGenerator | None = None) -> tf.Tensor
     is_update = trace.in_hook and trace.update_key is not None
     key = trace.update_key if is_update else trace.random_key
     return tf.cast(key + offset, tf.int64)  # as in Keras with TensorFlow
+
+
+def _warn_in_loop(trace: StepTrace) -> None:
+    graph = tf.compat.v1.get_default_graph()
+    if graph is not trace.graph and type(graph).__name__ == "WhileBodyFuncGraph":
+        warn_once(
+            "a random draw inside a loop of the model gives the same numbers in each iteration "
+            "of that loop. Fix: draw before the loop, or pass the iteration's number as the seed"
+        )
 
 
 # For a draw without a seed, Keras creates a generator per thread. Each replica is traced in its
