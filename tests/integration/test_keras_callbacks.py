@@ -304,6 +304,24 @@ def test_every_hook_gets_the_calls_of_keras(with_batches):
     assert_same_calls(*(with_batches.calls[whose] for whose in ("ours", "theirs")))
 
 
+def test_batch_hooks_run_once_in_steps_per_execution(strategies, tmp_path):
+    """A save within the steps of an execution adds no call."""
+    ours, theirs, recorders = make_model(strategies[2]), make_model(), (Recorder(), Recorder())
+    options = OPTIONS | {"validation_data": None}
+    with strategies[2].scope():
+        ours.steps_per_execution = 2
+    theirs.steps_per_execution = 2
+    saves = tfdist.BackupAndRestore(tmp_path, save_freq=3)
+    tfdist.fit(ours, X, Y, callbacks=[recorders[0], saves], **options)
+    theirs.fit(X, Y, callbacks=[recorders[1]], **options)
+    for model, recorder in zip((ours, theirs), recorders, strict=True):
+        options = {"batch_size": BATCH_SIZE, "verbose": 0, "callbacks": [recorder]}
+        model.evaluate(X, Y, **options)
+        model.predict(X, **options)
+    assert_same_calls(*(recorder.calls for recorder in recorders))
+    assert saves.store.steps() == [10, 12, 15][-len(saves.store.steps()) :]
+
+
 def test_a_task_in_any_hook_reports_the_callback_phase(strategies):
     """Where one hangs in its hook, it is told from those that wait for it."""
     doing = {}

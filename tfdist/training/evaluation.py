@@ -99,6 +99,7 @@ def predict(
     model.stop_predicting = False
     listed.on_predict_begin()
     by_batch = _goes_by_batch(job, listed, mode="predict", stop=model.stop_predicting)
+    every = model.steps_per_execution if by_batch else 1
     batches: list[Any] = []
     computed = engine_class(job)(job).outputs(program, 0, total)
     with contextlib.closing(feed):
@@ -106,11 +107,19 @@ def predict(
             step = len(batches)
             if by_batch and step and any_task(job, model.stop_predicting, of="requests to stop"):
                 break
-            listed.on_predict_batch_begin(step)
+            if step % every == 0:
+                listed.on_predict_batch_begin(step)
             with naming_bad_data(feed):
                 batches.append(next(computed))
-            listed.on_predict_batch_end(step, {"outputs": batches[-1]})
+            if len(batches) % every == 0 or len(batches) == total:
+                first = step // every * every
+                outputs = _joined(batches[first:])
+                listed.on_predict_batch_end(first + every - 1, {"outputs": outputs})
     listed.on_predict_end()
+    return _joined(batches)
+
+
+def _joined(batches: Sequence[Any]) -> Any:
     return keras.tree.map_structure(lambda *parts: joined(parts), *batches)
 
 
@@ -160,21 +169,24 @@ class Evaluation:
             by_batch = _goes_by_batch(
                 blocks.job, callbacks, mode="test", stop=model.stop_evaluating
             )
+            every = model.steps_per_execution if by_batch else 1
             blocks.logs = {}
             first = 0
             while first < self.steps:
-                longest = 1 if by_batch else self.steps
+                longest = every - first % every if by_batch else self.steps
                 decision = self._decide(first, longest, by_batch=by_batch, requests=requests)
                 if decision.stop:
                     break
                 last = decision.last
-                count_test_steps(callbacks.callbacks, last - first)
-                with phases.entered("callback"):
-                    callbacks.on_test_batch_begin(first)
+                count_test_steps(callbacks.callbacks, last - first + (first % every > 0))
+                if first % every == 0:
+                    with phases.entered("callback"):
+                        callbacks.on_test_batch_begin(first)
                 blocks.run(first, last, looked_at=by_batch or last == self.steps)
-                seen = blocks.metrics(blocks.logs) if by_batch else {}
-                with phases.entered("callback"):
-                    callbacks.on_test_batch_end(last - 1, seen)
+                if last % every == 0 or last == self.steps:
+                    seen = blocks.metrics(blocks.logs) if by_batch else {}
+                    with phases.entered("callback"):
+                        callbacks.on_test_batch_end(-(-last // every) * every - 1, seen)
                 first = last
             result = blocks.metrics(blocks.logs)
             with phases.entered("callback"):

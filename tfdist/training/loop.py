@@ -103,6 +103,7 @@ class TrainLoop:
         self._job = blocks.job
         self._compiled = compiled_parts(blocks.model)
         self._requests = requests
+        self._epoch_start = 0
         self._saved_step = None if plan.saved is None else plan.saved.step
         self._seconds_before = 0.0 if plan.saved is None else plan.saved.seconds
         self._began_s = time.monotonic()
@@ -121,6 +122,8 @@ class TrainLoop:
         self._list_callbacks()
         self._succession = Succession(self._job)
         listed = self._callbacks.callbacks
+        steps = self._model.steps_per_execution if self._every_batch else 1
+        self._steps_per_hook = int(broadcast(steps))
         self._with_logs = bool(broadcast(wants_logs(listed)))
 
     def run(self) -> keras.callbacks.History:
@@ -159,7 +162,7 @@ class TrainLoop:
     def _run_epoch(self, epoch: int, *, is_first: bool) -> dict[str, Any]:
         """Run the rest of an epoch and its validation, and return the epoch's logs."""
         plan, steps = self._plan, self._epochs.steps(epoch)
-        within = self.step > steps.start
+        within, self._epoch_start = self.step > steps.start, steps.start
         if not within:
             self._blocks.reset_metrics()
             begin_epoch(self._callbacks.callbacks)
@@ -270,21 +273,25 @@ class TrainLoop:
         own = [callback.next_step(self.step) for callback in self._scheduled]
         due = [step for step in own if step is not None]
         if self._every_batch:
-            return [*due, self.step + 1]
+            done = self.step - self._epoch_start
+            return [*due, self.step + self._steps_per_hook - done % self._steps_per_hook]
         left = map(steps_to_save, self._callbacks.callbacks)
         return due + [self.step + steps for steps in left if steps is not None]
 
     def _run_block(self, decision: Decision, *, epoch: range) -> None:
-        first, last, blocks = self.step, decision.last, self._blocks
+        first, last, blocks, every = self.step, decision.last, self._blocks, self._steps_per_hook
         looked_at = decision.save or last >= min([epoch.stop, *self._due()])
         with counting_steps(self._callbacks.callbacks, first, last):
-            self._call("on_train_batch_begin", first - epoch.start)
+            if (first - epoch.start) % every == 0:
+                self._call("on_train_batch_begin", first - epoch.start)
             left = blocks.run(first, last, looked_at=looked_at)
             self.step = last
-            logs: dict[str, Any] = {}
-            if self._with_logs and left < last - epoch.start:  # some step is complete
-                logs = blocks.metrics(blocks.logs)
-            self._call("on_train_batch_end", last - epoch.start - 1, logs)
+            if last == epoch.stop or (last - epoch.start) % every == 0:
+                logs: dict[str, Any] = {}
+                if self._with_logs and left < last - epoch.start:  # some step is complete
+                    logs = blocks.metrics(blocks.logs)
+                done = -(-(last - epoch.start) // every) * every  # Keras also counts past the end
+                self._call("on_train_batch_end", done - 1, logs)
             require_as_compiled(self._model, self._compiled)
 
     def _validated(self, validation: Evaluation, logs: Mapping[str, Any]) -> dict[str, Any]:
