@@ -130,6 +130,13 @@ def test_numbers_for_an_own_metric_are_refused_on_several_replicas(strategies, n
     assert (error.where, error.code) == ("metrics", "metric-number")
 
 
+def test_a_sum_rejects_numbers_that_may_be_means(strategies):
+    error = refusal(lambda: counted(strategies[2], keras.metrics.Sum, tf.reduce_mean))
+    assert (error.where, error.code) == ("metrics", "metric-number")
+    for number in (lambda x: tf.shape(x)[0], lambda x: tf.constant(16.0)):
+        assert counted(strategies[2], keras.metrics.Sum, number) == 48
+
+
 def test_a_number_that_equals_the_size_of_a_part_warns(strategies, warnings):
     assert counted(strategies[2], keras.metrics.Sum, lambda x: x.shape[0]) == 48
     (found,) = warnings()

@@ -36,24 +36,20 @@ class OfTwo(keras.metrics.Metric):
 
 
 def mistakes(y, predicted):
-    return tf.reduce_sum(tf.cast(tf.argmax(y, 1) != tf.argmax(predicted, 1), tf.float32))
+    return tf.cast(tf.argmax(y, 1) != tf.argmax(predicted, 1), tf.float32)
 
 
 M = keras.metrics
 # The metrics of the step, and the numbers that each step gives them.
 FED = {
     "loss_mean": (M.Mean, lambda x, y, p, loss: loss),
-    "examples_sum": (M.Sum, lambda x, y, p, loss: len_of(x)),
+    "examples_sum": (M.Sum, lambda x, y, p, loss: tf.shape(x)[0]),
     "examples_by_Python_sum": (M.Sum, lambda x, y, p, loss: keras.ops.shape(x)[0]),
     "mistakes_sum": (M.Sum, lambda x, y, p, loss: mistakes(y, p)),
     "steps_sum": (M.Sum, lambda x, y, p, loss: 1),
     "a_variable_sum": (M.Sum, lambda x, y, p, loss: RATE),
 }
 RATE = tf.constant(0.5)
-
-
-def len_of(x):
-    return tf.cast(tf.shape(x)[0], tf.float32)
 
 
 # Logs by their keys, of a model's metrics.

@@ -130,8 +130,8 @@ def _whole_of(name: str, log: Any, trace: StepTrace) -> Callable[[], Any] | None
 # Metric updates with scalars from the step.
 #
 # `Mean` and `Sum` are linear, so a replica can add its own part of the number. The mean of a number
-# is the mean over the examples. In a sum, a tensor of the step is a sum over the replica's
-# examples, and a constant counts once. Any other metric may square the number or count in integers.
+# is the mean over the examples. In a sum, an integer tensor is a count of the replica's examples,
+# and a constant counts once. Any other metric may square the number or count in integers.
 
 
 @replaces(Mean, "update_state", issue=f"{_KERAS}/metrics/reduction_metrics.py#L138")
@@ -149,9 +149,18 @@ def _mean_of_examples(
 def _sum_of_steps(
     original: Original, trace: StepTrace, self: Any, values: Any, sample_weight: Any = None
 ) -> Any:
-    is_constant = _is_number(values) and not tf.is_symbolic_tensor(values)
-    if sample_weight is not None or not _is_partial(trace) or not is_constant:
+    if sample_weight is not None or not _is_partial(trace) or not _is_number(values):
         return original(self, values, sample_weight)
+    if tf.is_symbolic_tensor(values) and values.op.type != "Const":
+        require(
+            values.dtype.is_integer,
+            "metrics",
+            f"a step gives {self.name!r} a single number of type {values.dtype.name}, which may be "
+            "a sum or a mean of a part of the batch",
+            fix="pass the tensor with its batch axis, an integer count of examples, or use Mean",
+            code="metric-number",
+        )
+        return original(self, values)
     if isinstance(values, int) and values == trace.rows() and values > 1:
         warn_once(
             f"a metric gets the number {values}, which tfdist treats as the number of examples on "
