@@ -13,7 +13,9 @@ import tensorflow as tf
 import tfdist
 from tests.models import written
 from tests.multiprocess.programs import figures, zoo
-from tests.multiprocess.trainings import PROGRAMS, launch
+from tests.multiprocess.trainings import PROGRAMS, ended, launch
+from tests.multiprocess.warm import executed
+from tfdist.chatter import CHATTER
 
 
 def on_one_device(optimizer="sgd", kind=keras.Sequential, examples=60, **fit):
@@ -240,3 +242,29 @@ def test_both_fits_have_identical_bits_even_after_kills(tmp_path, flags):
     assert len(trained) >= 4, said
     assert len({digest for _, digest in trained}) == 1, said
     assert all(history == trained[0][0] for history, _ in trained), said
+
+
+FAILING = {
+    "a lost worker": ("kill", "--strategy=multiworker", "--workers=2"),
+    "a lost stage": ("kill", "--strategy=pipeline", "--workers=2", "--stages=2"),
+    "unreadable data": ("data", "--strategy=mirrored", "--devices_per_worker=2"),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_an_error_is_reported_once_at_the_default_log_level(tmp_path, monkeypatch, what):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    does, *flags = FAILING[what]
+    words = ("--grace_s=60", *flags, str(PROGRAMS / "failing.py"), does)
+    code, said = ended(tmp_path, *words, start=executed, timeout_s=200)
+    lines = (tmp_path / "logs/attempt-1/worker-0.log").read_bytes().splitlines()
+    lines = [line.decode() for line in lines if not CHATTER.match(line)]
+    assert not [line for line in lines if "op_kernel.cc" in line], said
+    if does == "kill":
+        assert code == 137
+        assert sum("lost worker-1" in line for line in lines) == 1
+        assert len(lines) < 6, lines
+    else:
+        assert code == 1
+        assert lines.count("Traceback (most recent call last):") == 1
+        assert lines.count("KeyError: 'a file that is not there'") == 1

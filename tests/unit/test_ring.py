@@ -18,7 +18,7 @@ from tfdist.cluster import hold_ports
 from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy import group
 from tfdist.strategy import ring as ring_module
-from tfdist.strategy.group import naming_lost_peer
+from tfdist.strategy.group import MESSAGE_FAILED, naming_lost_peer
 from tfdist.strategy.ring import Ring, accepted, connect
 
 DEADLINE_S = 60.0
@@ -231,6 +231,7 @@ def test_a_forked_process_does_not_keep_the_connection():
     ("kind", "text", "raised"),
     [
         (tf.errors.UnknownError, "ConnectionError: lost worker-1: reset [[PyFunc]]", PeerLost),
+        (tf.errors.InvalidArgumentError, f"assertion failed: [{MESSAGE_FAILED}]", PeerLost),
         (tf.errors.UnavailableError, "Socket closed", PeerLost),
         (tf.errors.InvalidArgumentError, "bad input", tf.errors.InvalidArgumentError),
     ],

@@ -196,7 +196,7 @@ class _Batches:
             if self._parts or self._shards_of.get(feed, own) != own:
                 feed.close()  # its iterator has the parts of other shards
             self._shards_of[feed] = own
-            self._parts |= zip(own, next(feed.iterator(self._step)), strict=True)
+            self._parts |= zip(own, feed.iterator(self._step).get_next(), strict=True)
         return self._parts[shard]
 
     def done(self) -> None:

@@ -474,8 +474,8 @@ class StageLinks:
 
         if tf.executing_eagerly():
             return [tf.constant(array) for array in receive(step)]
-        found: Any = tf.numpy_function(receive, [step], [tf.as_dtype(each.dtype) for each in like])
-        message = list(found) if isinstance(found, list | tuple) else [found]
+        types = [tf.as_dtype(each.dtype) for each in like]
+        message = keras_compat.call_to_peer(receive, [step], types)
         for tensor, each in zip(message, like, strict=True):
             tensor.set_shape(each.shape)
         return message

@@ -62,8 +62,8 @@ def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     return callback if is_chief() else keras.callbacks.Callback()
 
 
-SUM_FAILED = "a sum over the workers failed"
-"""Text of the error if the ring fails within a step."""
+MESSAGE_FAILED = "a message from another task did not arrive"
+"""Text of the error if a peer is lost within a step."""
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def naming_lost_peer(job: Job) -> Iterator[None]:
         yield
     except (tf.errors.OpError, ConnectionError) as error:
         lost = job.ring.lost
-        known = lost in str(error) or SUM_FAILED in str(error) or isinstance(error, _OF_PEERS)
+        known = lost in str(error) or MESSAGE_FAILED in str(error) or isinstance(error, _OF_PEERS)
         if not lost or not known:
             raise
         if job.ring.stopped:

@@ -247,9 +247,8 @@ def naming_bad_data(feed: Any) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        named: Exception | None = _bad_data(error)
-        if named is None and f"{type(feed.failure).__name__}: " in str(error):
-            named = feed.failure
+        has_ended = isinstance(error, tf.errors.OutOfRangeError)
+        named = (feed.failure if has_ended else None) or _bad_data(error)
         if named is None:
             raise
         if isinstance(named, UsageError) and named.code in ("data-ended", "wrong-cardinality"):

@@ -110,7 +110,8 @@ class Feed(abc.ABC):
       digests_cover_inputs: False if inputs may differ between tasks, as with augmentation.
       ends: numbers of batches after which a pass ended (`None` unless several tasks read data of
         unknown length and compare these ends).
-      failure: exception of Python code that reads data (TensorFlow reports only its text).
+      failure: exception of Python code that reads data. For TensorFlow the data end there, because
+        it would log the traceback of an exception three times.
     """
 
     direct: bool = False
@@ -305,6 +306,13 @@ class PythonFeed(Feed):
         packed = _plain(lambda *parts: tuple(map(self._packed, parts)))
         return raw.map(packed).prefetch(_AHEAD_STEPS).with_options(lean_options())
 
+    def first_batch(self) -> Any:
+        """As in `Feed`. Raise the error of Python code that cannot read the batch."""
+        try:
+            return super().first_batch()
+        except StopIteration as ended:
+            raise (self.failure or ended) from None
+
     @abc.abstractmethod
     def _batch(self, step: int) -> tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]:
         """Return a batch's size, and a function that returns leaves, ids and passes of its rows."""
@@ -331,7 +339,6 @@ class PythonFeed(Feed):
             yield from self._read(first, last)
         except Exception as error:
             self.failure = error
-            raise
 
     def _read(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
         threads = self._threads

@@ -44,6 +44,7 @@ from tfdist.training.keras_compat.losses import (
 )
 from tfdist.training.keras_compat.metrics import MetricLogs
 from tfdist.training.keras_compat.reduction import (
+    call_to_peer,
     reduce_statistics,
     sum_over_replicas,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "StepTrace",
     "added_in_part",
     "adding_in_order",
+    "call_to_peer",
     "compares_examples",
     "compiled",
     "fuse",

@@ -13,8 +13,8 @@ import tensorflow as tf
 from keras import Variable
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from tfdist.errors import UsageError
-from tfdist.strategy.group import SUM_FAILED, VariablePart, part_of
+from tfdist.errors import PeerLost, UsageError
+from tfdist.strategy.group import MESSAGE_FAILED, VariablePart, part_of
 from tfdist.strategy.job import current_job
 from tfdist.strategy.ring import Ring
 from tfdist.training.keras_compat.trace import StepTrace, current, warn_once
@@ -163,24 +163,36 @@ def _ring() -> Ring:
     return job.ring
 
 
-def _in_turn(call: Callable[..., Any], tensors: Sequence[tf.Tensor]) -> Any:
+def _in_turn(call: Callable[..., Any], tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Call the ring with tensors, after all ring calls that were traced earlier.
 
-    TensorFlow would log an exception of the call twice with its traceback. So a lost worker fails
-    an assertion, and `naming_lost_peer` reads the reason in the ring.
+    If a worker is lost, `naming_lost_peer` reads the reason in the ring.
+    """
+    turn, types = _turn(), [tensor.dtype for tensor in tensors]
+    with tf.control_dependencies([turn.read_value()]):
+        results = call_to_peer(call, tensors, types)
+    with tf.control_dependencies(results):
+        turn.assign_add(1, read_value=False)
+    return results
+
+
+def call_to_peer(
+    call: Callable[..., Sequence[Any]], tensors: Sequence[tf.Tensor], types: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    """Add a Python call that may lose a peer to the graph. Return its results.
+
+    TensorFlow would log an exception of the call twice with its traceback. So a lost peer fails an
+    assertion, and the ring or the link keeps the reason.
     """
 
     def without_exception(*arrays: Any) -> list[Any]:
         try:
             return [np.True_, *call(*arrays)]
-        except ConnectionError:
-            return [np.False_, *arrays]
+        except (ConnectionError, PeerLost):
+            return [np.False_, *(np.zeros(0, dtype.as_numpy_dtype) for dtype in types)]
 
-    turn, types = _turn(), [tensor.dtype for tensor in tensors]
-    with tf.control_dependencies([turn.read_value()]):
-        done, *results = tf.numpy_function(without_exception, list(tensors), [tf.bool, *types])
-    with tf.control_dependencies([tf.raw_ops.Assert(condition=done, data=[SUM_FAILED])]):
-        turn.assign_add(1, read_value=False)
+    done, *results = tf.numpy_function(without_exception, list(tensors), [tf.bool, *types])
+    with tf.control_dependencies([tf.raw_ops.Assert(condition=done, data=[MESSAGE_FAILED])]):
         return [tf.identity(result) for result in results]
 
 
