@@ -25,6 +25,7 @@ from tfdist.launch.events import (
     KillOne,
     Leave,
     MemberAcked,
+    MemberBroken,
     MemberReady,
     MemberReplaceable,
     Resize,
@@ -32,7 +33,7 @@ from tfdist.launch.events import (
     Start,
 )
 from tfdist.launch.members import MemberLinks
-from tfdist.launch.membership import Fence, Go, Knock, Membership, View, Welcome
+from tfdist.launch.membership import MOST_BREAKS, Fence, Go, Knock, Membership, View, Welcome
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import decide
 from tfdist.workers import main
@@ -63,8 +64,9 @@ class Member:
 class World:
     """The launcher, its members and the messages under way."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, bad_link=frozenset()):
         self.draws = random.Random(seed)
+        self.bad_link = bad_link
         self.count = self.draws.choice([2, 3, 3, 4])
         self.membership = Membership(expected=self.count)
         self.members = {n: Member(n, joins=False) for n in range(self.count)}
@@ -94,6 +96,8 @@ class World:
                 found.append(lambda m=member: self.contribute(m))
             if self.can_finish(member):
                 found.append(lambda m=member: self.finish(m))
+            if member.number in self.bad_link and self.is_broken(member):
+                found.append(lambda m=member: self.cut(m))
             if self.breaks and member.epoch and self.draws.random() < KILL_RATE:
                 found.append(lambda m=member: self.cut(m))
         if self.dead:
@@ -102,6 +106,11 @@ class World:
         if self.kills and self.members and self.membership.epoch and is_time:
             found.append(lambda: self.kill(self.draws.choice(list(self.members))))
         return found
+
+    def is_broken(self, member):
+        """Return whether a member of the bad link notices that it has broken in this view."""
+        is_in = not member.is_out and member.go is not None
+        return is_in and self.bad_link.issubset(member.go.members) and not member.outbox
 
     # members
 
@@ -149,6 +158,8 @@ class World:
     def can_finish(self, member):
         if member.is_out or member.go is None or not 0 <= member.done < OPERATIONS:
             return False
+        if self.bad_link.issubset(member.go.members) and self.bad_link:
+            return False
         return all((member.epoch, member.done, n) in self.parts for n in member.go.members)
 
     def finish(self, member):
@@ -180,6 +191,9 @@ class World:
 
     def do(self, steps):
         for step in steps:
+            if isinstance(step, Fence) and "broken connections" in step.reason:
+                self.kill(step.member)
+                continue
             if isinstance(step, Fence):
                 assert all(member.done < 0 for member in self.members.values()), step
                 continue
@@ -217,6 +231,34 @@ def test_members_end_with_the_same_results_in_every_history(first):
             raise AssertionError(f"seed {seed}: {error}") from error
         results = {tuple(m.results) for m in world.members.values() if m.done >= 0}
         assert len(results) <= 1, f"seed {seed}"
+
+
+def test_a_connection_that_always_breaks_costs_a_member_and_not_the_job():
+    for seed in range(300):
+        world = World(seed, bad_link=frozenset({0, 1}))
+        world.restarts = 0
+        try:
+            world.run()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        assert not world.bad_link.issubset(world.members), f"seed {seed}"
+
+
+def test_a_finished_operation_resets_the_count_of_broken_connections():
+    membership, steps = Membership(expected=2), []
+    for member in (0, 1):
+        steps = membership.ready(member)
+    for done in range(3 * MOST_BREAKS):
+        for member in (0, 1):
+            membership.acked(member, membership.epoch, done)
+        steps = membership.broken(1, membership.epoch)
+        assert isinstance(steps[0], View)
+    for _ in range(MOST_BREAKS):
+        for member in (0, 1):
+            membership.acked(member, membership.epoch, done)
+        steps = membership.broken(1, membership.epoch)
+    reason = f"{MOST_BREAKS + 1} broken connections since the last operation"
+    assert steps == [Fence(1, reason)]
 
 
 def test_a_joining_task_knocks_again_if_the_source_of_its_state_is_lost():
@@ -282,6 +324,20 @@ def test_losing_a_worker_shows_a_view_of_the_others():
     state = elastic_job()
     actions = happen(state, ended(1, -9))
     assert ShowView(epoch=2, members=(WORKERS[0], WORKERS[2])) in actions
+    assert not state.is_ending
+
+
+def test_a_worker_whose_connections_always_break_is_killed_and_restarted_alone():
+    state = elastic_job(max_restarts=1)
+    actions = []
+    for epoch in range(1, MOST_BREAKS + 2):
+        acks = [MemberAcked(task=w, epoch=epoch, done=7, has_state=False) for w in WORKERS]
+        actions = happen(state, *acks, MemberBroken(task=WORKERS[2], epoch=epoch))
+    assert [a.task for a in actions if isinstance(a, KillOne)] == [WORKERS[2]]
+    happen(state, ended(2, -9))
+    assert [failure.cause for failure in state.restarts] == [
+        f"{MOST_BREAKS + 1} broken connections since the last operation"
+    ]
     assert not state.is_ending
 
 

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+MOST_BREAKS = 10
+"""Views after broken connections in which no operation finishes, before a member is killed."""
+
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -87,6 +90,8 @@ class Membership:
     _with_state: set[int] = field(default_factory=set)
     _waiting: set[int] = field(default_factory=set)
     _teachers: dict[int, int] = field(default_factory=dict)
+    _done: int = 0
+    _breaks: int = 0
 
     def ready(self, member: int) -> list[Step]:
         """A member has started."""
@@ -110,8 +115,13 @@ class Membership:
 
     def broken(self, member: int, epoch: int) -> list[Step]:
         """A member has lost its connection to another member, which may still run."""
-        is_now = epoch == self.epoch and member in self.members
-        return self._view(self.members) if is_now else []
+        if epoch != self.epoch or member not in self.members:
+            return []
+        self._breaks += 1
+        if self._breaks <= MOST_BREAKS:
+            return self._view(self.members)
+        self._breaks = 0
+        return [Fence(member, f"{MOST_BREAKS + 1} broken connections since the last operation")]
 
     def lost(self, member: int) -> list[Step]:
         """A member's process has exited."""
@@ -140,6 +150,8 @@ class Membership:
         if len(self._acks) < len(self.members):
             return []
         most = max(self._acks.values())
+        if most > self._done:
+            self._done, self._breaks = most, 0
         if most < 0:
             return [Fence(member, "no worker has the state of the job") for member in self.members]
         joining = tuple(other for other in self.members if self._acks[other] < 0)
