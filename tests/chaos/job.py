@@ -187,6 +187,7 @@ def _told_of(plan: EpochPlan, *, marks: Marks, faults: InTask) -> Any:
 
 def _timed_backup(args: argparse.Namespace, *, marks: Marks, faults: InTask) -> Any:
     import tfdist
+    from tfdist.strategy import current_job
 
     class Backup(tfdist.BackupAndRestore):
         """Tells how long reading and restoring took."""
@@ -207,9 +208,12 @@ def _timed_backup(args: argparse.Namespace, *, marks: Marks, faults: InTask) -> 
             faults.at_phase("save")
             return super().save(*args, **options)
 
+    job = current_job()
+    is_pipeline = job is not None and job.stages is not None  # else it cuts by measured times
+    exact = args.variant == "exact" or is_pipeline
     if args.variant == "auto":
-        return Backup(args.checkpoints, save_freq="auto", mtbf_s=10.0)
-    return Backup(args.checkpoints, save_freq=6, every_s=0.2, exact=args.variant == "exact")
+        return Backup(args.checkpoints, save_freq="auto", mtbf_s=10.0, exact=exact)
+    return Backup(args.checkpoints, save_freq=6, every_s=0.2, exact=exact)
 
 
 def _verdict(
@@ -221,14 +225,10 @@ def _verdict(
     import tfdist
     from tfdist.checkpoint.callback_state import get_states
     from tfdist.checkpoint.model_state import state_sha256, weights_sha256
-    from tfdist.strategy import current_job
     from tfdist.strategy.group import whole
 
     state = state_sha256(model, read=whole)
     verdict = {"weights_sha256": weights_sha256(model), "state_sha256": state}
-    job = current_job()
-    if job is not None and job.stages is not None:
-        verdict["choices"] = job.stages.chosen.state()
     if not tfdist.is_chief():
         return verdict
     best = keras.models.load_model(args.out / "best" / "best.keras", compile=False)

@@ -155,12 +155,3 @@ def test_a_run_with_a_killed_stage_has_identical_bits(undisturbed, tmp_path, tas
     assert f"worker-{task} failed first: killed by SIGKILL" in said
     for seen, expected in zip(tasks, undisturbed[1], strict=True):
         assert {**seen, "held": None} == {**expected, "held": None}
-
-
-def test_an_early_killed_run_keeps_its_cut(seen_by, tmp_path):
-    _, expected = seen_by("early", 2, 2)
-    code, said, tasks = run(tmp_path, "early-0", stages=2, flags=["--max_restarts=1"])
-    assert code == EXIT_OK, said
-    assert "worker-0 failed first: killed by SIGKILL" in said
-    for seen, wanted in zip(tasks, expected, strict=True):
-        assert {**seen, "held": None} == {**wanted, "held": None}

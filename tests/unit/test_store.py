@@ -168,6 +168,7 @@ FORGED: dict[str, Callable[[Any], None]] = {
     "logs of another type": _set("meta", "fingerprint", "logs_before_validation", {"a": [[1], 2]}),
     "cut of another type": _set("meta", "stages", {"cut": ["a"]}),
     "cuts of another type": _set("meta", "stages", {"cuts": {"model": ["a"]}}),
+    "a cut of nothing": _set("meta", "stages", {"cut_of": ["model", 2]}),
     "no micro-batches": _set("meta", "stages", {"split_size": 0}),
 }
 

@@ -323,7 +323,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         saved = broadcast(None if checkpoint is None else _of_all_tasks(checkpoint))
         self._saved_run = RunState(**saved["run"])
         if job.stages is not None:
-            job.stages.chosen.take(saved["stages"], where=f"checkpoint {self.store.directory}")
+            job.stages.chosen.take(saved["stages"])
         others = callbacks.callbacks
         callback_state.set_states(others, saved["callbacks"])
         callback_state.set_best_weights(others, saved["best_weights"])

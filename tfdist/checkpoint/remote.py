@@ -69,10 +69,8 @@ def put(local: Path, url: str, *, last: Sequence[str] = ()) -> None:
         system.put_file(str(local), root)
         return
     files = [path for path in local.rglob("*") if path.is_file()]
-    order = {name: number for number, name in enumerate(last)}
-    for path in sorted(files, key=lambda path: order.get(path.name, -1)):
-        name = path.relative_to(local).as_posix()
-        system.put_file(str(path), f"{root}/{name}")
+    for path in sorted(files, key=lambda path: path.name in last and last.index(path.name) + 1):
+        system.put_file(str(path), f"{root}/{path.relative_to(local).as_posix()}")
 
 
 @contextlib.contextmanager
@@ -194,8 +192,7 @@ class RemoteCheckpoints:
         with one_line_errors(directory):
             unfinished.mkdir(parents=True)
         for file in _FILES:
-            remote = f"{self._root}/{name}/{file}"
-            self._system.get_file(remote, str(unfinished / file))
+            self._system.get_file(f"{self._root}/{name}/{file}", str(unfinished / file))
             fsync(unfinished / file)
         os.replace(unfinished, directory / name)
         fsync(directory)
@@ -273,9 +270,8 @@ class RemoteCheckpoints:
                     return
                 delay_s = _RETRY_S if self._is_closing else _RETRY_S * 2.0 ** min(failures - 1, 6)
                 with self._changed:  # `close` ends the wait, a new checkpoint does not
-                    self._changed.wait_for(
-                        lambda before=self._is_closing: self._is_closing != before, delay_s
-                    )
+                    before = self._is_closing
+                    self._changed.wait_for(lambda: self._is_closing != before, delay_s)  # noqa: B023
                 continue
             if failures:
                 _LOG.info("%s: uploads succeed again", self._url)

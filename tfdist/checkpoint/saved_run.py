@@ -52,6 +52,9 @@ def check_run(meta: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     cuts = stages.get("cuts", {})
     _require(isinstance(cuts, dict), "stages")
     _require(all(map(is_counts, [*cuts.values(), stages.get("cut", [])])), "stages")
+    if "cut_of" in stages:  # of tfdist 0.2.0
+        cut_of = stages["cut_of"]
+        _require(isinstance(cut_of, list) and len(cut_of) == 2 and "cut" in stages, "stages")
     size = stages.get("split_size")  # None: an option sets the size
     _require(size is None or (is_count(size) and size > 0), "stages")
 

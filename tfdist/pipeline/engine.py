@@ -215,7 +215,6 @@ class PipelineEngine(Engine):
         fastest = min(tried, key=lambda size: tried[size])
         place.chosen.split_size = int(broadcast(fastest))
         if self._job.is_chief:
-            place.chosen.keep()
             seconds = ", ".join(f"{size} in {s:.3f} s" for size, s in tried.items())
             _LOG.info("split size %d is the fastest (step times: %s)", staged.split_size, seconds)
 

@@ -291,7 +291,6 @@ class StagedModel:
                     counted=chosen.counted,
                 )
                 positions = chosen.cuts[self._cut_key] = [place.position for place in places]
-                chosen.keep()
             chosen.cuts[self._cut_key] = broadcast(positions)
         return chosen.cuts[self._cut_key]
 

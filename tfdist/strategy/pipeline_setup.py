@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import json
 import logging
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tfdist.cluster import TaskConfig
 from tfdist.cluster.address import split_address
-from tfdist.errors import StartupTimeout, require, require_int, require_one_of
-from tfdist.files import one_line_errors, write_json
+from tfdist.errors import StartupTimeout, require_int, require_one_of
 from tfdist.strategy import rendezvous
 from tfdist.strategy.ring import Ring, Sum, accepted, connect, exactly
 
@@ -70,59 +66,22 @@ class Choices:
       cuts: Nodes of the model's graph after which a stage ends, by `cut_key`.
       split_size: Most examples in a micro-batch, `None` if not chosen.
       counted: True to choose by counted work, which is deterministic. False to choose by time.
-      files: Files in which the chief saves the choices before their first use.
     """
 
     cuts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     split_size: int | None = None
     counted: bool = False
-    files: list[Path] = dataclasses.field(default_factory=list)
 
     def state(self) -> dict[str, Any]:
         """Return the choices as a JSON object for `take`."""
         return {"cuts": dict(self.cuts), "split_size": self.split_size}
 
-    def take(self, state: Any, *, where: object) -> None:
-        """Add the choices of an earlier start. Keep existing choices for other models.
-
-        Raises UsageError, which names `where`, if `state` is not a dict of choices.
-        """
-        try:
-            cuts = dict(state.get("cuts") or {})
-            if "cut_of" in state:  # as tfdist 0.2.0 writes it
-                cuts[cut_key(*state["cut_of"])] = state["cut"]
-            size = state.get("split_size") or self.split_size
-            is_whole = all(isinstance(n, int) for n in itertools.chain([size or 1], *cuts.values()))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            is_whole = False
-        require(
-            is_whole,
-            str(where),
-            "the file does not contain the choices of a pipeline job",
-            fix="remove the file (the results may then differ in the last bits)",
-            code="damaged-choices",
-        )
-        self.cuts.update(cuts)
-        self.split_size = size
-
-    def keep(self) -> None:
-        """Write the choices to the files. The chief calls it before the job uses a choice."""
-        for path in self.files if self.cuts or self.split_size else ():
-            with one_line_errors(path):
-                write_json(path, self.state())
-
-    def read(self) -> dict[str, Any]:
-        """Return the choices in the first existing file, or empty choices."""
-        found = Choices()
-        for path in itertools.islice(filter(Path.is_file, self.files), 1):
-            with one_line_errors(path):
-                text = path.read_text(encoding="utf-8", errors="replace")
-            try:
-                content = json.loads(text)
-            except (ValueError, RecursionError):
-                content = None
-            found.take(content, where=path)
-        return found.state()
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Add the choices in a checkpoint. Keep existing choices for other models."""
+        self.cuts.update(state.get("cuts", {}))
+        if "cut_of" in state:  # as tfdist 0.2.0 writes it
+            self.cuts[cut_key(*state["cut_of"])] = state["cut"]
+        self.split_size = state.get("split_size") or self.split_size
 
 
 def cut_key(digest: str, count: int) -> str:

@@ -225,11 +225,12 @@ def _train(
     blocks: BlockRunner | None = None,
 ) -> keras.callbacks.History:
     """Run the plan on a built model, with the `blocks` of the last `fit` if given."""
-    with (
-        StopRequests() as requests,
-        _closing(engine, plan),
-        resume.keeping_choices(plan, job=job),
-    ):
+    with StopRequests() as requests, _closing(engine, plan):
+        if job.stages is not None:
+            chosen = job.stages.chosen
+            chosen.counted = any(backup.exact for backup in plan.backups)
+            if chosen.counted:
+                chosen.cuts.clear()  # an earlier evaluation may have timed a cut
         resume.require_resumable(plan, job=job)
         if blocks is None:
             program = program_of(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -206,35 +205,6 @@ def reason_not_to_save(model: keras.Model, metrics: Mapping[str, Any]) -> str:
 
 
 _OPS_SHOWN = 3
-
-
-_CHOICES = "stages.json"
-
-
-@contextlib.contextmanager
-def keeping_choices(plan: RunPlan, *, job: Job) -> Iterator[None]:
-    """Write a pipeline's stage cuts and similar choices beside the checkpoints. A collective.
-
-    A run killed before its first checkpoint then resumes with the same choices.
-    """
-    if job.stages is None:
-        yield
-        return
-    chosen = job.stages.chosen
-    chosen.counted = any(backup.exact for backup in plan.backups)
-    if chosen.counted:
-        chosen.cuts.clear()  # an earlier evaluation may have timed a cut
-    found: dict[str, Any] = {}
-    if job.is_chief:
-        chosen.files = [backup.store.directory / _CHOICES for backup in plan.backups]
-        found = chosen.read()
-    chosen.take(broadcast(found), where=_CHOICES)
-    if chosen.state() != found:
-        chosen.keep()
-    try:
-        yield
-    finally:
-        chosen.files = []
 
 
 def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) -> None:

@@ -6,8 +6,7 @@ Arguments: where to write, and what it does, several one after the other with a 
 accumulates gradients and keeps a ledger;
 ``tries`` finds cut and size of micro-batches by measuring, and keeps them in checkpoints;
 ``saves`` keeps checkpoints, and ``kills-K`` does too, and in its first attempt task K ends itself;
-``early`` is killed by ``early-0`` in its first step, before it saves, and its layers are as slow as
-the attempt says; ``looks`` evaluates in the middle of each epoch;
+``looks`` evaluates in the middle of each epoch;
 ``shapes`` trains models of every shape of graph, evaluates them and saves them.
 """
 
@@ -24,7 +23,6 @@ import numpy as np
 import tfdist
 from tests import graphs
 from tests.tools.ledger import Ledger
-from tfdist.pipeline import cuts
 from tfdist.strategy.job import current_job
 from tfdist.strategy.pipeline_setup import PipelineOptions
 
@@ -36,7 +34,7 @@ X = random.random((26, 5)).astype("float32")
 Y = random.integers(0, 3, (26,))
 WEIGHTS = random.random(26).astype("float32")
 L = keras.layers
-MEASURED = ("compiled", "tries", "shapes", "early", "early-0")
+MEASURED = ("compiled", "tries", "shapes")
 CUTS = {1: None, 2: ["adds"], 3: ["dropout0", "adds"]}
 
 
@@ -95,8 +93,6 @@ class Dies(keras.callbacks.Callback):
         held["weights"], held["slots"] = map(nbytes, variables)
         job, (_, _, task) = current_job(), DOES.partition("-")
         mine = job.name == f"worker-{task}" and job.config.options.attempt == 1
-        if mine and DOES.startswith("early-"):
-            os.kill(os.getpid(), signal.SIGKILL)
         if mine and self.model.optimizer.iterations > 4 and batch >= 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -107,12 +103,6 @@ class Looks(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if DOES == "looks" and batch == 1:
             looked.append(self.model.evaluate(X[:7], Y[:7], batch_size=8, verbose=0))
-
-
-def seconds_of(parts, rows, loss_of, *, counted):
-    """At the first attempt the first part is slow, later the last one, so each start cuts anew."""
-    slow = 0 if current_job().config.options.attempt == 1 else len(parts) - 1
-    return [9.0 if i == slow else 1.0 for i in range(len(parts))]
 
 
 def rate(epoch, before):
@@ -127,12 +117,7 @@ def trains(strategy):
     with strategy.scope():
         model = staged_model()
     callbacks = [tfdist.Run(seed=3), keras.callbacks.LearningRateScheduler(rate), Dies(), Looks()]
-    if DOES.startswith("early"):
-        cuts._seconds = seconds_of
-        with strategy.scope():  # so that `fit` takes the stages that the evaluation has made
-            model.optimizer.build(model.trainable_variables)
-        tfdist.evaluate(model, X, Y, batch_size=8, verbose=0)
-    if DOES.partition("-")[0] in ("saves", "kills", "tries", "early"):
+    if DOES.partition("-")[0] in ("saves", "kills", "tries"):
         callbacks.append(tfdist.BackupAndRestore(OUT / "checkpoints", save_freq=3))
     weights = WEIGHTS * (20 if DOES == "scales" else 1)
     if DOES == "sums":
