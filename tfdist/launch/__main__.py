@@ -5,6 +5,7 @@ Other modules are imported inside `main`, so that Ctrl-C prints no traceback.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -12,7 +13,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_EXIT_INTERRUPTED = 130
+_EXIT_FAILED, _EXIT_INTERRUPTED = 1, 130
+_LIMITS = {
+    errno.EAGAIN: "raise the limit of processes (ulimit -u)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENOMEM: "give the launcher more memory",
+    errno.ENOSPC: "free disk space",
+}
+"""Errors of the machine that can happen anywhere in the launcher, and their fixes."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_program("", lambda: _run(argv), is_report=True)
     except KeyboardInterrupt:  # during the import
         return _EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno not in _LIMITS:
+            raise
+        print(f"tfdist.launch: {error}. Fix: {_LIMITS[error.errno]}", file=sys.stderr)
+        return _EXIT_FAILED
 
 
 def _run(argv: Sequence[str] | None) -> int:
