@@ -23,7 +23,7 @@ SURFACE = Path(__file__).parent / "data" / "surface.txt"
 LINES = {
     "basics": 965,  # errors, files, phases, argument_parser, loopback: what every room may import
     "cluster": 1_847,
-    "launch": 8_557,
+    "launch": 8_558,
     "strategy": 3_275,
     "data": 2_660,
     "checkpoint": 2_780,

@@ -192,9 +192,12 @@ def test_an_unshown_mistake_is_named_by_the_launcher(reader, tmp_path):
     output = screen.open(W1, tmp_path / "log")
     output.muted = True
     output.feed(f"{MISTAKE}\n".encode())
-    screen.show_failure(W1, MISTAKE)
+    screen.show_failure(W1, f"{MISTAKE} (exit code 2)")
+    reader.console.pass_on(f"[worker-1] {MISTAKE}".encode())  # late, from another host
     screen.close()
-    assert f"[launch] worker-1 failed first: {MISTAKE}\n" in reader.text()
+    text = reader.text()
+    assert f"[launch] worker-1 failed first: {MISTAKE} (exit code 2)\n" in text
+    assert text.count(MISTAKE) == 1
 
 
 # the last lines

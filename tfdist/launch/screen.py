@@ -17,7 +17,7 @@ from tfdist.launch.task import MAX_CAUSE_CHARS
 
 _CHUNK_BYTES = 4096  # a ready pipe accepts this much without blocking
 _BACKLOG_BYTES = 1 << 20
-_MISTAKE = re.compile(rb"(\S+) (.*\. Fix: .*)")  # name of a task, and text of its UsageError
+_MISTAKE = re.compile(rb"(?!\[launch\] )(\S+) (.*\. Fix: .*)")  # task, and text of its UsageError
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 
@@ -272,10 +272,11 @@ class JobScreen:
         where = f" on {self.hosts[task]}" if task in self.hosts else ""
         lines, is_shown = self.last_lines(task), self.out is self.err
         texts = [self.out.mistake[1].decode(errors="backslashreplace")] if is_shown else lines
-        for text in texts:  # do not repeat a UsageError
-            if ". Fix: " in text:
-                place = f"see the message {'above' if is_shown else 'below'}"
-                cause = cause.replace(text[:MAX_CAUSE_CHARS], place, 1)
+        place = f"see the message {'above' if is_shown else 'below'}"
+        for text in [text for text in texts if ". Fix: " in text]:  # do not repeat a UsageError
+            cause = cause.replace(text[:MAX_CAUSE_CHARS], place, 1)
+        if is_shown and ". Fix: " in cause:  # lines of another host may come later
+            self.out.mistake = b"", cause.partition(" (exit code ")[0].encode()
         head = f"{task}{where} failed first: {cause}"
         if not lines:
             return head if output is None else f"{head}\nit printed nothing"
