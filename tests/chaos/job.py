@@ -67,6 +67,7 @@ def _train(args: argparse.Namespace, strategy: Any, *, marks: Marks, faults: InT
 
     import tfdist
     from tfdist.outputs.run_directory import RunDirectory
+    from tfdist.strategy import current_job
     from tfdist.training.epochs import EpochPlan
 
     if args.variant == "mixed_bfloat16":
@@ -77,7 +78,9 @@ def _train(args: argparse.Namespace, strategy: Any, *, marks: Marks, faults: InT
     with strategy.scope():
         model = _model(args.variant, total_steps=plan.total_steps)
     training, validation = _data()
-    directory = RunDirectory(args.out)
+    directory, choices = RunDirectory(args.out), args.checkpoints / "choices.json"
+    if choices.exists():  # of a pipeline
+        current_job().stages.chosen.take(json.loads(choices.read_text()))
     callbacks = _callbacks(args, plan=plan, directory=directory, marks=marks, faults=faults)
     history = tfdist.fit(
         model, training, batch_size=BATCH, verbose=0, callbacks=callbacks,
@@ -187,7 +190,6 @@ def _told_of(plan: EpochPlan, *, marks: Marks, faults: InTask) -> Any:
 
 def _timed_backup(args: argparse.Namespace, *, marks: Marks, faults: InTask) -> Any:
     import tfdist
-    from tfdist.strategy import current_job
 
     class Backup(tfdist.BackupAndRestore):
         """Tells how long reading and restoring took."""
@@ -208,12 +210,9 @@ def _timed_backup(args: argparse.Namespace, *, marks: Marks, faults: InTask) -> 
             faults.at_phase("save")
             return super().save(*args, **options)
 
-    job = current_job()
-    is_pipeline = job is not None and job.stages is not None  # else it cuts by measured times
-    exact = args.variant == "exact" or is_pipeline
     if args.variant == "auto":
-        return Backup(args.checkpoints, save_freq="auto", mtbf_s=10.0, exact=exact)
-    return Backup(args.checkpoints, save_freq=6, every_s=0.2, exact=exact)
+        return Backup(args.checkpoints, save_freq="auto", mtbf_s=10.0)
+    return Backup(args.checkpoints, save_freq=6, every_s=0.2, exact=args.variant == "exact")
 
 
 def _verdict(
@@ -225,10 +224,14 @@ def _verdict(
     import tfdist
     from tfdist.checkpoint.callback_state import get_states
     from tfdist.checkpoint.model_state import state_sha256, weights_sha256
+    from tfdist.strategy import current_job
     from tfdist.strategy.group import whole
 
     state = state_sha256(model, read=whole)
     verdict = {"weights_sha256": weights_sha256(model), "state_sha256": state}
+    job = current_job()
+    if job is not None and job.stages is not None:
+        verdict["choices"] = job.stages.chosen.state()
     if not tfdist.is_chief():
         return verdict
     best = keras.models.load_model(args.out / "best" / "best.keras", compile=False)
