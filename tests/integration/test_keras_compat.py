@@ -920,3 +920,20 @@ def test_stock_variables_of_several_replicas_cannot_become_numbers():
     for name in ("__complex__", "__float__", "__int__"):
         assert getattr(DistributedVariable, name) is getattr(BaseResourceVariable, name)
     assert keras.Variable.__format__.__module__.startswith("tfdist.")
+
+
+def test_stock_functions_leave_the_calling_thread():
+    threads = []
+
+    def note(value):
+        threads.append(threading.get_ident())
+        return value
+
+    def doubled(value):
+        return [tf.ensure_shape(tf.numpy_function(note, [value], tf.float32), [3]) * 2.0]
+
+    one = tf.constant([1.0, 2.0, 3.0])
+    traced = keras_compat.compiled(doubled).get_concrete_function(one)
+    (stock,), (ours,) = traced(one), keras_compat.inline(traced)(one)
+    np.testing.assert_array_equal(ours, stock)
+    assert [thread == threading.get_ident() for thread in threads] == [False, True]

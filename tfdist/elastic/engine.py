@@ -25,6 +25,7 @@ from tfdist.elastic.mesh import Compute, Mesh
 from tfdist.elastic.shards import ALIGNMENT, Array, tree_sum
 from tfdist.errors import named, require
 from tfdist.strategy import Job
+from tfdist.strategy.devices import threads_of_an_operation
 from tfdist.strategy.group import naming_lost_peer
 from tfdist.training.engines import SynchronousEngine, joined, without_substitute
 from tfdist.training.feed import BatchFeed, Feed, Part
@@ -32,6 +33,7 @@ from tfdist.training.keras_compat import (
     StepTrace,
     adding_in_order,
     compiled,
+    inline,
     random_key,
     tracing,
 )
@@ -67,12 +69,12 @@ class ElasticEngine(SynchronousEngine):
         logs: dict[str, float] = {}
         for step in range(first, last):
             batches = _Batches(program, self._job, step)
-            totals = self._total(partial(shards.part, step, batches))
+            totals = self._total(partial(shards.part, batches))
             if shards.num_sparse:
-                totals += self._joined_rows(partial(shards.rows, step, batches))
+                totals += self._joined_rows(partial(shards.rows, batches))
             if not shards.is_traced:  # a task that joins repeats the others' totals
-                shards.part(step, batches, 0)
-            logs = shards.update(step, totals)
+                shards.part(batches, 0)
+            logs = shards.update(batches.step, totals)
             batches.done()
             self._advance_alike(program, step)
         return logs
@@ -82,9 +84,9 @@ class ElasticEngine(SynchronousEngine):
         shards = self._programs.setdefault(program, _Shards(program, self._job))
         for step in range(first, last):
             batches = _Batches(program, self._job, step)
-            parts = self._each(partial(shards.outputs, step, batches), of="outputs of a step")
+            parts = self._each(partial(shards.outputs, batches), of="outputs of a step")
             if shards.structure is None:
-                shards.outputs(step, batches, 0)
+                shards.outputs(batches, 0)
             batches.done()
             self._advance_alike(program, step)
             whole = [joined(columns) for columns in zip(*parts, strict=True)]
@@ -182,6 +184,7 @@ class _Batches:
 
     def __init__(self, program: StepProgram, job: Job, step: int) -> None:
         self._feed, self._job, self._step = program.feed, job, step
+        self.step = tf.constant(step, tf.int64)
         self._parts: dict[int, Part] = {}
         self.computed: dict[int, tuple[list[Array], list[Array]]] = {}
         """Arrays of each shard: those to add, and the rows of sparse gradients."""
@@ -234,7 +237,8 @@ class _Shards:
         self._program, self._job = program, job
         self._layout = _Layout()
         self._compute: Any = compiled(self._part)
-        self._apply: Callable[..., dict[str, tf.Tensor]] | None = None
+        self._numbers = [tf.constant(shard, tf.int64) for shard in range(job.num_replicas)]
+        self._apply: Callable[..., list[tf.Tensor]] | None = None
         self._predict = compiled(self._outputs)
         self.structure: Any = None
         self.is_traced = False
@@ -258,18 +262,18 @@ class _Shards:
         if any(getattr(layer, "synchronized", False) for layer in model._flatten_layers()):
             raise no_sum_in_a_step()
 
-    def part(self, step: int, batches: _Batches, shard: int) -> list[Array]:
+    def part(self, batches: _Batches, shard: int) -> list[Array]:
         """Return the arrays of a shard's part of a step."""
-        return self._arrays(step, batches, shard)[0]
+        return self._arrays(batches, shard)[0]
 
-    def rows(self, step: int, batches: _Batches, shard: int) -> list[Array]:
+    def rows(self, batches: _Batches, shard: int) -> list[Array]:
         """Return the rows of a shard's sparse gradients: values and indices of each."""
-        return self._arrays(step, batches, shard)[1]
+        return self._arrays(batches, shard)[1]
 
-    def _arrays(self, step: int, batches: _Batches, shard: int) -> tuple[list[Array], list[Array]]:
+    def _arrays(self, batches: _Batches, shard: int) -> tuple[list[Array], list[Array]]:
         if shard not in batches.computed:
             given = batches.part(shard)
-            arguments = [tf.constant(step, tf.int64), tf.constant(shard, tf.int64)]
+            arguments = [batches.step, self._numbers[shard]]
             if given is not None:
                 arguments.append(given)
             if not self.is_traced:
@@ -292,7 +296,7 @@ class _Shards:
             require_deterministic(traced.graph)
         _require_pure(traced.graph)
         if program.feed.direct:  # the types of its arguments never change
-            self._compute = traced
+            self._compute = _called(traced)
         self.is_traced = True
 
     @property
@@ -300,34 +304,34 @@ class _Shards:
         """Number of sparse gradients of a step."""
         return list(self._layout.forms).count("sparse")
 
-    def outputs(self, step: int, batches: _Batches, shard: int) -> list[Array]:
+    def outputs(self, batches: _Batches, shard: int) -> list[Array]:
         """Return the outputs of a shard's examples, in the order of `structure`."""
         given = batches.part(shard)
-        found = self._predict(tf.constant(step, tf.int64), tf.constant(shard, tf.int64), given)
+        found = self._predict(batches.step, self._numbers[shard], given)
         return [_as_numpy(array) for array in found]
 
     def compile(self) -> None:
         """Compile both functions with the first batch. This changes no variable."""
-        dense, rows = self._arrays(0, _Batches(self._program, self._job, 0), 0)
+        dense, rows = self._arrays(_Batches(self._program, self._job, 0), 0)
         self._trace_update([*dense, *rows])
 
-    def _trace_update(self, totals: Sequence[Array]) -> Callable[..., dict[str, tf.Tensor]]:
+    def _trace_update(self, totals: Sequence[Array]) -> Callable[..., list[tf.Tensor]]:
         """Return the function that updates the variables from sums of these shapes and types."""
         first = len(totals) - 2 * self.num_sparse
         specs = [tf.TensorSpec(array.shape, array.dtype) for array in totals[:first]]
         specs += [tf.TensorSpec([None, *rows.shape[1:]], rows.dtype) for rows in totals[first:]]
         traced = compiled(self._update).get_concrete_function(tf.TensorSpec([], tf.int64), *specs)
-        self._apply = traced
+        self._apply = _called(traced)
         return self._apply
 
-    def update(self, step: int, totals: Sequence[Array]) -> dict[str, float]:
+    def update(self, step: tf.Tensor, totals: Sequence[Array]) -> dict[str, float]:
         """Update the variables from the sums over all shards, and return the step's logs."""
         apply = self._apply or self._trace_update(totals)
         dense = list(self._layout.forms).count("dense")
         gradients, others = map(as_tensor, totals[:dense]), map(tf.constant, totals[dense:])
         with adding_in_order():
-            logs = apply(tf.constant(step, tf.int64), *gradients, *others)
-        return {name: as_number(value) for name, value in logs.items()}
+            values = apply(step, *gradients, *others)
+        return {name: as_number(v) for name, v in zip(self._layout.logs, values, strict=True)}
 
     def _part(
         self, step: tf.Tensor, shard: tf.Tensor, given: Part | None = None
@@ -427,8 +431,8 @@ class _Shards:
         flat = [tf.convert_to_tensor(rows) for rows in keras.tree.flatten(found[0])]
         return [without_substitute(rows, count=part.count) for rows in flat]
 
-    def _update(self, step: tf.Tensor, *totals: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Update the variables; in graph."""
+    def _update(self, step: tf.Tensor, *totals: tf.Tensor) -> list[tf.Tensor]:
+        """Update the variables, and return the logs; in graph."""
         layout, first = self._layout, len(totals) - 2 * self.num_sparse
         rest, rows = iter(totals[:first]), iter(totals[first:])
 
@@ -461,7 +465,7 @@ class _Shards:
             variable.value.assign(tf.cast(exact, variable.dtype))
         for variable in layout.metrics:
             variable.value.assign_add(next(rest))
-        return {name: next(rest) for name in layout.logs}
+        return list(rest)
 
 
 def _form(gradient: Any) -> str:
@@ -500,6 +504,11 @@ def as_tensor(array: Array) -> tf.Tensor:
     if is_known and array.ctypes.data % ALIGNMENT == 0:
         return tf.experimental.dlpack.from_dlpack(array.__dlpack__())
     return tf.constant(array)
+
+
+def _called(traced: Any) -> Callable[..., Any]:
+    """Return the function as it is called: inline unless several threads share the kernels."""
+    return inline(traced) if threads_of_an_operation() == 1 else traced
 
 
 def _require_pure(graph: Any) -> None:

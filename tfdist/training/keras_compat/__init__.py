@@ -32,6 +32,7 @@ from tfdist.training.keras_compat.kernels import (
     adding_in_order,
     compiled,
     fuse,
+    inline,
     is_fused,
     pools_again,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "compiled",
     "fuse",
     "has_examples",
+    "inline",
     "install",
     "is_fused",
     "logs_by_fraction",
