@@ -31,7 +31,7 @@ LINES = {
     "ps, pipeline": 4_918,
     "elastic": 1_692,
     "tuning": 2_974,
-    "serving": 3_172,
+    "serving": 3_029,
     "around": 6_984,  # report, outputs, app, find, ops, audit, configs and the programs
 }
 ROOMS = {
