@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from tfdist.errors import TfdistError, opening_port
 
 _ADDRESS = "127.0.0.1"
-_NAMES = (_ADDRESS, "localhost")
 
 
 def listen(port: int, *, flag: str) -> socket.socket:
@@ -32,7 +31,7 @@ def make_server(
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.headers.get("Host", "").partition(":")[0] not in _NAMES:
+            if self.headers.get("Host", "").partition(":")[0] not in (_ADDRESS, "localhost"):
                 self._answer(403, "the Host header is not a name of this machine")
             elif self.path.partition("?")[0] != path:
                 self._answer(404, f"not found, use {path}")

@@ -50,7 +50,6 @@ def _parser() -> Parser:
     add("--grpc_port", type=int, default=8500, help="0 for any free port (default: 8500)")
     add("--max_batch", type=int, default=32, help="examples per batch (default: 32)")
     add("--max_queue", type=int, default=1000, help="waiting requests (default: 1000)")
-    add("--max_queue_mib", type=int, default=512, help="memory of all requests (default: 512)")
     add("--max_body_mib", type=int, default=64, help="size of a request (default: 64)")
     add("--timeout_s", type=float, default=30.0, help="longest wait for an answer (default: 30)")
     add("--hang_s", type=float, help="replace a replica silent so long (default: timeout_s / 2)")
@@ -76,7 +75,7 @@ def _check(options: Any) -> None:
     require_packages("tfdist.serve", *_NEEDED, "tensorflow_serving", extra="serving")
     from tfdist.serving.protocol import is_loopback
 
-    for flag in ("replicas", "max_batch", "max_queue", "max_queue_mib", "max_body_mib"):
+    for flag in ("replicas", "max_batch", "max_queue", "max_body_mib"):
         require_int(f"--{flag}", getattr(options, flag), least=1)
     require(
         is_loopback(options.host) or options.token or options.insecure,
@@ -165,7 +164,6 @@ def _settings(options: Any) -> ServeOptions:
         batch_sizes=(*(1 << n for n in range(most.bit_length()) if 1 << n < most), most),
         limits=QueueLimits(
             requests=options.max_queue,
-            size_bytes=options.max_queue_mib << 20,
             window=2 * most,
             hang_s=options.hang_s,
         ),

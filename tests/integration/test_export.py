@@ -140,7 +140,7 @@ def test_an_export_respects_existing_content_of_the_directory(trained, tmp_path,
     assert tfdist.export_model(trained, tmp_path, name="m").name == "8"
     config = text_format.Parse((tmp_path / "models.config").read_text(), ModelServerConfig())
     listed = [(one.name, one.base_path) for one in config.model_config_list.config]
-    assert listed == [(name, f"/models/{name}") for name in ("full", "m", "text")]
+    assert listed == [(name, f"/models/{name}") for name in ("m", "text")]
 
 
 def test_inputs_and_outputs_keep_their_names_in_any_order(tmp_path):

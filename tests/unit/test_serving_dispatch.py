@@ -1,12 +1,7 @@
 """Requests and replicas: histories without a socket."""
 
-import asyncio
-
-import pytest
-
-from tfdist.serving import dispatch
-from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Reservation, Room, Ticket
-from tfdist.serving.protocol import Code, Frame, FrameKind, RequestError
+from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Ticket
+from tfdist.serving.protocol import Code, Frame, FrameKind
 
 
 class Bench:
@@ -15,7 +10,6 @@ class Bench:
     def __init__(self, *replicas: int, **limits: float) -> None:
         self.now = 0.0
         self.dispatcher = Dispatcher(QueueLimits(**limits), lambda: self.now)
-        self.room = Room(0)
         self.replicas = dict[int, list[Frame]]()
         self.outcomes = dict[bytes, Outcome]()
         self.update(1, *replicas)
@@ -40,8 +34,7 @@ class Bench:
                 self.outcomes[payload] = outcome
 
             same = {"kind": FrameKind.REST_PREDICT, "deadline": deadline, "version": version}
-            memory = Reservation(self.room, len(payload))
-            ticket = Ticket(payload=payload, memory=memory, answer=answer, **same)
+            ticket = Ticket(payload=payload, answer=answer, **same)
             self.dispatcher.submit(ticket)
         return ticket
 
@@ -60,46 +53,6 @@ def test_requests_are_sent_to_the_least_busy_replica():
     bench = Bench(1, 2)
     bench.ask(b"a", b"b", b"c", b"d")
     assert bench.has(1, 2) == [[b"a", b"c"], [b"b", b"d"]]
-
-
-def test_a_request_holds_its_memory_until_it_is_done():
-    bench = Bench(1, window=1, requests=1)
-    sent = bench.ask(b"1")
-    waiting = bench.ask(b"22")
-    with pytest.raises(RequestError):
-        bench.ask(b"4444")
-    assert bench.room.left_bytes == 4, "that of the request that was rejected"
-    waiting.abandoned = sent.abandoned = True
-    bench.dispatcher.expire()
-    assert bench.room.left_bytes == 6
-    bench.answer(1)
-    assert bench.room.left_bytes == 7
-
-
-def test_freed_memory_is_given_to_waiting_requests(monkeypatch):
-    monkeypatch.setattr(dispatch, "_ROOM_S", 0.01)
-
-    async def run() -> None:
-        room = Room(10)
-        first, second, third = Reservation(room), Reservation(room), Reservation(room)
-        await first.grow(8)
-        with pytest.raises(RequestError, match="try again later") as error:
-            await second.grow(3)
-        assert error.value.code is Code.RESOURCE_EXHAUSTED
-        await third.grow(2)
-        monkeypatch.setattr(dispatch, "_ROOM_S", 60.0)
-        waits, leaves = (asyncio.ensure_future(one.grow(5)) for one in (second, third))
-        await asyncio.sleep(0)
-        leaves.cancel()
-        first.shrink(3)
-        await waits
-        assert (room.left_bytes, leaves.cancelled()) == (0, True)
-        second.move().shrink()
-        for one in (first, second, third):
-            one.shrink()
-        assert room.left_bytes == 10
-
-    asyncio.run(run())
 
 
 def test_a_retried_request_has_a_replica_for_itself():

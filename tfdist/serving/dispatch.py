@@ -7,7 +7,6 @@ get their answers. The caller passes the functions that send, and the clock.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 from collections import Counter, deque
@@ -25,66 +24,18 @@ from tfdist.serving.protocol import (
 )
 
 Outcome = bytes | RequestError
-_ROOM_S = 1.0  # longest wait of a request for memory
 MAX_DEATHS = 2  # replica deaths after which a request gets an error
-
-
-class Room:
-    """Memory budget for the requests of all models and both protocols."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.left_bytes = size_bytes
-        self._given = asyncio.Event()
-
-    async def take(self, size_bytes: int) -> None:
-        """Take memory as soon as enough is free, or raise RequestError after one second."""
-        try:
-            async with asyncio.timeout(_ROOM_S):
-                while size_bytes > self.left_bytes:
-                    self._given.clear()
-                    await self._given.wait()
-        except TimeoutError:
-            message = "The memory for requests is full, try again later"
-            raise RequestError(Code.RESOURCE_EXHAUSTED, message) from None
-        self.left_bytes -= size_bytes
-
-    def give(self, size_bytes: int) -> None:
-        self.left_bytes += size_bytes
-        self._given.set()
-
-
-class Reservation:
-    """Memory that one request has reserved in a `Room`."""
-
-    def __init__(self, room: Room, size_bytes: int = 0) -> None:
-        self._room = room
-        self._size_bytes = size_bytes
-
-    async def grow(self, size_bytes: int) -> None:
-        await self._room.take(size_bytes)
-        self._size_bytes += size_bytes
-
-    def shrink(self, size_bytes: int = 0) -> None:
-        """Give back all memory but `size_bytes`."""
-        self._room.give(self._size_bytes - size_bytes)
-        self._size_bytes = size_bytes
-
-    def move(self) -> Reservation:
-        """Move the memory to a new owner and return the new owner."""
-        size_bytes, self._size_bytes = self._size_bytes, 0
-        return Reservation(self._room, size_bytes)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Ticket:
-    """Request with its bytes, their memory, and the callback that gets the outcome.
+    """Request with its bytes, and the callback that gets the outcome.
 
     If `version` is set, no other version answers the request.
     """
 
     kind: FrameKind
     payload: bytes
-    memory: Reservation
     deadline: float
     answer: Callable[[Outcome], None]
     version: int | None = None
@@ -109,13 +60,11 @@ class QueueLimits:
 
     Attributes:
       requests: Maximum number of requests that wait for a replica (default: 1000).
-      size_bytes: Maximum bytes of all unanswered requests of a service (default: 512 MiB).
       window: Maximum number of requests at one replica, in its batch or socket (default: 64).
       hang_s: Seconds without an answer after which a busy replica hangs (default: 15).
     """
 
     requests: int = 1000
-    size_bytes: int = 512 << 20
     window: int = 64
     hang_s: float = 15.0
 
@@ -170,7 +119,6 @@ class Dispatcher:
 
     def submit(self, ticket: Ticket) -> None:
         if self.waiting >= self._limits.requests:
-            ticket.memory.shrink()
             self.counts["rejected"] += 1
             message = f"The queue is full: {self.waiting} requests are waiting, try again later"
             raise RequestError(Code.RESOURCE_EXHAUSTED, message)
@@ -226,9 +174,6 @@ class Dispatcher:
                 ticket.answer(RequestError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded"))
         for queue in (self._waiting, self._suspects):
             kept = [ticket for ticket in queue if not ticket.abandoned]
-            for ticket in queue:
-                if ticket.abandoned:
-                    ticket.memory.shrink()
             queue.clear()
             queue.extend(kept)
 
@@ -262,7 +207,6 @@ class Dispatcher:
     def _send(self, ticket: Ticket, link: ReplicaLink) -> bool:
         """Send a request, unless its client has disconnected. Return whether it was sent."""
         if ticket.abandoned:
-            ticket.memory.shrink()
             return False
         if ticket.version not in (None, self.status.served):
             message = f"Version {ticket.version} is no longer served"
@@ -276,7 +220,6 @@ class Dispatcher:
         return True
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:
-        ticket.memory.shrink()
         if not ticket.abandoned:
             ticket.abandoned = True
             ticket.answer(outcome)

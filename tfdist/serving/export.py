@@ -242,7 +242,7 @@ def _is_by_example(export: _Export, samples: Any) -> bool:
 def _inputs_of(model: keras.Model, samples: Any) -> Any:
     """Return the structure of a model's inputs, with a named `tf.TensorSpec` for each input."""
     nest = getattr(model, "_inputs_struct", None)  # only a functional model has it
-    if nest is None and isinstance(model, keras.Sequential) and model.inputs:
+    if nest is None and isinstance(model, keras.Sequential) and model.built:
         nest = model.inputs[0]
     if nest is None and samples is None:
         raise UsageError(

@@ -18,7 +18,6 @@ import dataclasses
 import hmac
 import json
 import logging
-import math
 import resource
 import signal
 import socket
@@ -38,7 +37,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tfdist.launch.guardian import die_with
 from tfdist.serving import protocol
-from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Reservation, Room, Ticket
+from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Ticket
 from tfdist.serving.protocol import (
     HTTP_STATUS,
     Code,
@@ -52,8 +51,6 @@ from tfdist.serving.protocol import (
 _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
 _MOST_CONNECTIONS = 4096  # maximum number of open HTTP connections
-_HEAD_BYTES = 64 << 10  # maximum size of the head of a request
-_UNREAD_BYTES = 64 << 10  # flow-control window of a gRPC call before its message is read
 _MOST_OF_AN_ERROR = 500  # characters of up to 12 bytes: a gRPC trailer has up to 8 KiB
 _TICKET = "tfdist.ticket"  # key of the ticket in the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
@@ -79,15 +76,11 @@ Message = MutableMapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FrontOptions:
-    """Settings of a front. An empty file name means no file.
-
-    A client must send a request's head within `silence_s` and its body within `silence_s` more.
-    """
+    """Settings of a front. An empty file name means no file."""
 
     limits: QueueLimits = dataclasses.field(default_factory=QueueLimits)
     timeout_s: float = 30.0
     body_bytes: int = 64 << 20
-    silence_s: float = 30.0
     token: str = ""
     certificate: str = ""
     key: str = ""
@@ -186,8 +179,6 @@ class Front:
         self._control = control
         self._connected: set[int] = set()
         self._connecting: set[asyncio.Task[None]] = set()
-        self.most_bytes = min(options.body_bytes, options.limits.size_bytes // 2)
-        self._room = Room(options.limits.size_bytes)
 
     # The supervisor
 
@@ -256,12 +247,11 @@ class Front:
         payload: bytes,
         timeout_s: float,
         *,
-        memory: Reservation,
         scope: Message | None = None,
     ) -> bytes:
-        """Take over `memory` and return a replica's answer to a request, or raise RequestError.
+        """Return a replica's answer to a request, or raise RequestError.
 
-        While an HTTP request waits, its `scope` holds the ticket. `Connection` answers the ticket
+        While an HTTP request waits, its `scope` holds the ticket. `_Connection` answers it
         if the client disconnects. For gRPC, the server cancels this coroutine.
         """
         protocol.version_of(target, self._status(target))
@@ -275,7 +265,6 @@ class Front:
         ticket = Ticket(
             kind=kind,
             payload=payload,
-            memory=memory.move(),
             deadline=deadline,
             answer=answer,
             version=target.version,
@@ -307,26 +296,23 @@ class Front:
 
     def grpc_service(self) -> grpc.GenericRpcHandler:
         """Return the PredictionService with messages as bytes."""
-        # Same wire format as unary_unary, which reads the message before it calls the handler.
-        handler = grpc.stream_unary_rpc_method_handler
+        handler = grpc.unary_unary_rpc_method_handler
         methods = {name: handler(self._grpc(kind)) for name, kind in _GRPC_KINDS.items()}
         return grpc.method_handlers_generic_handler(_PREDICTION, methods)
 
-    def _grpc(self, kind: FrameKind) -> Callable[[Any, Any], Awaitable[bytes]]:
-        async def handle(_: Any, context: Any) -> bytes:
+    def _grpc(self, kind: FrameKind) -> Callable[[bytes, Any], Awaitable[bytes]]:
+        async def handle(payload: bytes, context: Any) -> bytes:
             start = time.monotonic()
-            name, code, payload = "", Code.CANCELLED, b""  # defaults if the client cancels
-            memory = Reservation(self._room)
+            name, code = "", Code.CANCELLED  # defaults if the client cancels
             try:
                 if self.options.token:
                     sent = dict(context.invocation_metadata() or ()).get("authorization", "")
                     self._authorize(str(sent))
-                payload = await self._message(context, memory)
                 remaining_s = context.time_remaining()
                 timeout_s = self.options.timeout_s if remaining_s is None else remaining_s
                 target = protocol.parse_model_spec(payload)
                 name = target.name if target.name in self.models else ""
-                answer = await self.ask(kind, target, payload, timeout_s, memory=memory)
+                answer = await self.ask(kind, target, payload, timeout_s)
                 code = Code.OK
                 return answer
             except RequestError as error:
@@ -334,30 +320,9 @@ class Front:
                 await context.abort(grpc.StatusCode[code.name], str(error)[:_MOST_OF_AN_ERROR])
                 raise  # abort has raised
             finally:
-                memory.shrink()
                 self._metrics.observe("grpc", name, code.name, time.monotonic() - start)
 
         return handle
-
-    async def _message(self, context: Any, memory: Reservation) -> bytes:
-        """Return the message of a call, or raise RequestError.
-
-        gRPC reports the size of a message only after it is complete. Until then, a call holds
-        memory for the largest message.
-        """
-        await memory.grow(self.most_bytes)
-        try:
-            async with asyncio.timeout(self.options.silence_s):
-                payload = await context.read()
-        except TimeoutError:
-            raise self._too_slow() from None
-        payload = b"" if payload is grpc.aio.EOF else bytes(payload)
-        memory.shrink(len(payload))
-        return payload
-
-    def _too_slow(self) -> RequestError:
-        text = f"The request did not arrive within {self.options.silence_s:g} s"
-        return RequestError(Code.DEADLINE_EXCEEDED, text)
 
     # REST
 
@@ -369,7 +334,6 @@ class Front:
     ) -> None:
         start = time.monotonic()
         status, kind, target, payload = 200, b"application/json", "", None
-        memory = Reservation(self._room)
         try:
             headers = dict(scope["headers"])
             path = scope["path"]
@@ -389,19 +353,15 @@ class Front:
                 else:
                     wanted, what = protocol.parse_path(scope["method"], path)
                     target = wanted.name if wanted.name in self.models else ""
-                    payload = await self._body(receive, memory)
+                    payload = await self._body(receive)
                     if what is None:
                         states = protocol.states_of(wanted, self._status(wanted))
                         body = protocol.status_json(states)
                     else:
                         most_s = self.options.timeout_s
-                        body = await self.ask(
-                            what, wanted, payload, most_s, memory=memory, scope=scope
-                        )
+                        body = await self.ask(what, wanted, payload, most_s, scope=scope)
         except RequestError as error:
             status, body = HTTP_STATUS.get(error.code, 500), protocol.error_body(error)
-        finally:
-            memory.shrink()
         sent = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
         if payload is None and scope["method"] == "POST":
             sent.append((b"connection", b"close"))  # the rest of the request is not read
@@ -411,36 +371,25 @@ class Front:
         await send({"type": "http.response.body", "body": body})
         self._metrics.observe("rest", target, str(status), time.monotonic() - start)
 
-    async def _body(self, receive: Callable[[], Awaitable[Message]], memory: Reservation) -> bytes:
-        """Reserve memory for a request's body and return the body, or raise RequestError.
+    async def _body(self, receive: Callable[[], Awaitable[Message]]) -> bytes:
+        """Return a request's body, or raise RequestError.
 
         It also reads a body that is too large, because a client reads no answer while it sends.
         """
-        parts, size_bytes, error, more = list[bytes](), 0, None, True
-        try:
-            async with asyncio.timeout(self.options.silence_s):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _client_gone()
-                    more, part = message.get("more_body", False), message.get("body", b"")
-                    size_bytes += len(part)
-                    if size_bytes > self.most_bytes:
-                        text = f"The request has more than {self.most_bytes} bytes"
-                        error = RequestError(Code.INVALID_ARGUMENT, text)
-                    if error is None:
-                        try:
-                            await memory.grow(len(part))
-                            parts.append(part)
-                        except RequestError as full:
-                            error = full
-                    if error is not None:
-                        parts.clear()
-                        memory.shrink()
-        except TimeoutError:
-            raise self._too_slow() from None
-        if error is not None:
-            raise error
+        parts, size_bytes, more = list[bytes](), 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _client_gone()
+            more, part = message.get("more_body", False), message.get("body", b"")
+            size_bytes += len(part)
+            if size_bytes <= self.options.body_bytes:
+                parts.append(part)
+            else:
+                parts.clear()
+        if size_bytes > self.options.body_bytes:
+            text = f"The request has more than {self.options.body_bytes} bytes"
+            raise RequestError(Code.INVALID_ARGUMENT, text)
         return b"".join(parts)
 
 
@@ -486,62 +435,35 @@ class _Parser:
         return b"\r\n".join([*lines, b"", b""])
 
 
-def _connection(silence_s: float) -> type[HttpToolsProtocol]:  # noqa: C901, as it holds a class
-    """Return a subclass of uvicorn's connection with limits, because uvicorn has none.
+class _Connection(HttpToolsProtocol):
+    """Connection that answers the requests of a client that has disconnected.
 
-    The connection closes if a request's head is too slow or too large. If a client disconnects, its
-    requests get an error, and replicas do not compute them any more.
+    The requests get an error, and replicas do not compute them any more.
     """
 
-    class Connection(HttpToolsProtocol):
-        _room: float  # bytes left for the head of the request
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.parser = cast(httptools.HttpRequestParser, _Parser(self))
+        self._unanswered = list[Any]()  # uvicorn keeps only the last request
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.parser = cast(httptools.HttpRequestParser, _Parser(self))
-            self._unanswered = list[Any]()  # uvicorn keeps only the last request
-            self._wait()
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the parser reads this request again
+        super().on_headers_complete()
+        unanswered = [one for one in self._unanswered if not one.response_complete]
+        self._unanswered = [*unanswered, self.cycle]
 
-        def data_received(self, data: bytes) -> None:
-            self._room -= len(data)
-            super().data_received(data)
-            if self._room < 0:
-                self.transport.abort()
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._timer.cancel()
-            self._wait()
-
-        def on_headers_complete(self) -> None:
-            if self.parser.should_upgrade():
-                return  # the parser reads this request again
-            self._timer.cancel()
-            self._room = math.inf  # `Front.app` limits the body
-            super().on_headers_complete()
-            unanswered = [one for one in self._unanswered if not one.response_complete]
-            self._unanswered = [*unanswered, self.cycle]
-
-        def on_message_complete(self) -> None:
-            if self.parser.should_upgrade():
-                return
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
             super().on_message_complete()
-            self._room = _HEAD_BYTES  # for the next request
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._timer.cancel()
-            super().connection_lost(exc)
-            for one in self._unanswered:
-                one.disconnected = True
-                one.message_event.set()
-                if _TICKET in one.scope:
-                    one.scope[_TICKET].answer(_client_gone())
-
-        def _wait(self) -> None:
-            self._room = _HEAD_BYTES
-            self._timer = self.loop.call_later(silence_s, self.transport.abort)
-
-    return Connection
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for one in self._unanswered:
+            one.disconnected = True
+            one.message_event.set()
+            if _TICKET in one.scope:
+                one.scope[_TICKET].answer(_client_gone())
 
 
 class _Http(uvicorn.Server):
@@ -554,7 +476,7 @@ def _http_server(front: Front) -> _Http:
     options = front.options
     config = uvicorn.Config(
         front.app,
-        http=_connection(options.silence_s),
+        http=_Connection,
         loop="none",
         interface="asgi3",
         lifespan="off",
@@ -574,19 +496,11 @@ def _http_server(front: Front) -> _Http:
 
 async def _grpc_server(front: Front, address: str) -> grpc.aio.Server:
     options = front.options
-    silence_ms = int(options.silence_s * 1000)
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 1),
-            ("grpc.max_receive_message_length", front.most_bytes),
+            ("grpc.max_receive_message_length", options.body_bytes),
             ("grpc.max_send_message_length", -1),
-            ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
-            ("grpc.http2.bdp_probe", 0),  # the probe would enlarge the window
-            ("grpc.server_handshake_timeout_ms", silence_ms),
-            ("grpc.keepalive_time_ms", silence_ms),
-            ("grpc.keepalive_timeout_ms", silence_ms),
-            ("grpc.http2.ping_timeout_ms", silence_ms),
-            ("grpc.max_connection_idle_ms", silence_ms * 5 // 2),
         ],
         maximum_concurrent_rpcs=2 * options.limits.requests,
     )
