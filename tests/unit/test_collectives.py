@@ -48,7 +48,11 @@ def tasks(request, monkeypatch):
     def run(count, call):
         def one(ring, rank):
             own.job = job_of(ring, rank, count, by_ring=request.param == "ring")
-            return call(rank)
+            try:
+                return call(rank)
+            except BaseException:
+                ring.close()  # or the other tasks would wait
+                raise
 
         return at_once(one, ring_of(count), range(count))
 
@@ -117,6 +121,32 @@ def test_collectives_handle_means_and_text(tasks):
         assert texts.tolist() == ["ué", "bc"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "complex64"])
+def test_nan_and_infinity_arrive(tasks, dtype):
+    rows = np.array([[np.nan, 1, np.inf, np.inf], [0, np.nan, 1, -np.inf]]).astype(dtype)
+
+    def call(rank):
+        mine = rows[rank]
+        given = {"rows": rows, "text": float("nan")} if rank == 0 else None
+        return [
+            tfdist.all_gather(mine),
+            tfdist.all_reduce(mine),
+            tfdist.reduce(mine, "mean", root=1),
+            tfdist.scatter(given),
+            tfdist.broadcast(given),
+        ]
+
+    for rank, (gathered, summed, mean, scattered, sent) in enumerate(tasks(2, call)):
+        arrived = [gathered, scattered["rows"], sent["rows"]]
+        assert [a.tobytes() for a in arrived] == [a.tobytes() for a in (rows, rows[rank], rows)]
+        assert [np.isnan(summed).tolist(), np.isinf(summed).tolist()] == [
+            [True, True, False, True],
+            [False, False, True, False],
+        ]
+        assert mean is None if rank == 0 else np.isnan(mean[[0, 1, 3]]).all()
+        assert np.isnan([scattered["text"], sent["text"]]).all()
+
+
 @pytest.mark.parametrize("length", [0, 1012, 1013, 1014, 1015, 5000])
 def test_a_text_of_any_length_arrives(tasks, length):
     assert tasks(2, lambda rank: tfdist.broadcast("x" * length * (rank == 0))) == ["x" * length] * 2
@@ -150,6 +180,8 @@ ALONE = {
     ("all_reduce", "collective-type"): lambda: tfdist.all_reduce(True),
     ("reduce", "collective-type"): lambda: tfdist.reduce([1, 2], "mean"),
     ("gather", "collective-type"): lambda: tfdist.gather(np.array([object()])),
+    ("all_gather", "collective-type"): lambda: tfdist.all_gather({"a": np.array([1, None])}),
+    ("scatter", "broadcast-value"): lambda: tfdist.scatter(np.array([[1, None]])),
     ("scatter", "scatter-shape"): lambda: tfdist.scatter(np.zeros((2, 3))),
     ("reduce root", "unknown-task"): lambda: tfdist.reduce(1.0, root=5),
     ("broadcast root", "unknown-task"): lambda: tfdist.broadcast(1, root=1),
@@ -175,7 +207,7 @@ def test_one_process_is_a_job_of_one_task():
 def test_a_task_that_does_not_call_is_named(monkeypatch):
     monkeypatch.setattr(ring_module, "CALL_S", 0.05)
     monkeypatch.setattr(collectives, "CALL_S", 0.05)
-    for call in (tfdist.all_reduce, tfdist.all_gather, tfdist.reduce):
+    for call in (tfdist.all_reduce, tfdist.all_gather, tfdist.reduce, tfdist.gather):
         ring, _ = ring_of(2)
         job = job_of(ring, 0, 2, by_ring=True)
         monkeypatch.setattr(collectives, "_own_job", lambda name, job=job: job)

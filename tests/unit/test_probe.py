@@ -105,6 +105,21 @@ def test_a_failing_strategy_is_a_row_among_the_others(jobs, capsys, tmp_path):
     assert Path(scratch, "ps").is_dir()
 
 
+def test_a_program_that_always_fails_ends_with_code_1(jobs, capsys, monkeypatch):
+    def fail(options, *, environ, screen):
+        run_dir = Path(options.run_dir)
+        run_dir.mkdir()
+        failure = {"first_failure": {"cause": f"ValueError: no {options.strategy}"}}
+        (run_dir / "report.json").write_text(json.dumps({"attempts": [failure]}))
+        return 143 if options.strategy == "ps" else 1
+
+    monkeypatch.setattr(probe, "run_job", fail)
+    assert probe.run_probe(parse(["--probe", "train.py"]), environ={}) == 1
+    said = capsys.readouterr().out
+    assert said.count("  ValueError: no ") == len(probe.STRATEGIES)
+    assert "no strategy was measured\nlogs: " in said
+
+
 def test_a_signal_ends_the_probe(jobs):
     jobs[1].append(130)
     with pytest.raises(SystemExit) as ended:

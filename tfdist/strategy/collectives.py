@@ -198,6 +198,7 @@ def chief_first() -> Iterator[None]:
         barrier()
 
 
+@np.errstate(all="ignore")  # infinity and NaN are values, as in the ring's sums
 def _reduced(name: str, value: Any, op: str, *, root: int | None) -> Any:
     require_one_of(f"{name} op", op, ("sum", "mean"))
     job, arrays = _fixed_job(name), _arrays(name, value)
@@ -210,20 +211,19 @@ def _reduced(name: str, value: Any, op: str, *, root: int | None) -> Any:
             fix="convert the values, for example with astype('float32')",
             code="collective-type",
         )
-    totals: Sequence[_Array | None]
     if job is None:
-        totals = [array.copy() for array in arrays]
+        return _packed(value, [array.copy() for array in arrays])
+    of = _described(name, arrays, f"({op})", job, root)
+    totals: Sequence[_Array | None]
+    if root is not None:
+        totals = [_sum_in_root(job, array, root, of=of) for array in arrays]
+    elif isinstance(job.ring, Ring):
+        totals = _in_ring(job, lambda ring: ring.sum(*arrays, of=of, within_s=CALL_S))
     else:
-        of = _described(name, arrays, f"({op})", job, root)
-        if root is not None:
-            totals = [_sum_in_root(job, array, root, of=of) for array in arrays]
-        elif isinstance(job.ring, Ring):
-            totals = _in_ring(job, lambda ring: ring.sum(*arrays, of=of, within_s=CALL_S))
-        else:
-            totals = [_sum_by_tensorflow(job, array, of=of) for array in arrays]
-        if op == "mean":
-            count = job.num_tasks
-            totals = [t if t is None else np.asarray(t / t.dtype.type(count)) for t in totals]
+        totals = [_sum_by_tensorflow(job, array, of=of) for array in arrays]
+    if op == "mean":
+        count = job.num_tasks
+        totals = [t if t is None else np.asarray(t / t.dtype.type(count)) for t in totals]
     return _packed(value, totals)
 
 
