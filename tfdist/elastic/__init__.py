@@ -1,1 +1,1 @@
-"""Elastic multiworker: survivors of a lost worker go on within the job, with the same bits."""
+"""Elastic multiworker: the job continues without a lost worker, with the same bits."""

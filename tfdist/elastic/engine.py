@@ -72,7 +72,7 @@ class ElasticEngine(SynchronousEngine):
             totals = self._total(partial(shards.part, batches))
             if shards.num_sparse:
                 totals += self._joined_rows(partial(shards.rows, batches))
-            if not shards.is_traced:  # a task that joins repeats the others' totals
+            if not shards.is_traced:  # a joining task gets the totals without computing a part
                 shards.part(batches, 0)
             logs = shards.update(batches.step, totals)
             batches.done()
@@ -140,9 +140,9 @@ class ElasticEngine(SynchronousEngine):
             self._mesh.end_loop()
 
     def _advance_alike(self, program: StepProgram, step: int) -> None:
-        """Record the progress, and compare batches only at steps that all members compare.
+        """Record the progress, and drop digests of batches that other members do not compare.
 
-        A member whose shards have changed reads the data again, and records the first batch.
+        A member whose shards have changed reads its data again, which adds such a digest.
         """
         feed = program.feed
         if feed.direct:
@@ -176,7 +176,7 @@ class ElasticEngine(SynchronousEngine):
 
 
 class _Batches:
-    """This task's parts of a step's batch, by shard. The shards follow the members."""
+    """This task's parts of a step's batch, by shard. The shards change with the members."""
 
     _shards_of: ClassVar[weakref.WeakKeyDictionary[Feed, tuple[int, ...]]] = (
         weakref.WeakKeyDictionary()
@@ -285,7 +285,7 @@ class _Shards:
         return batches.computed[shard]
 
     def _trace(self, *arguments: Any) -> None:
-        """Trace the step, and again if the axes of its losses have to be known."""
+        """Trace the step. Trace it again if the batch axes of its losses are needed."""
         traced = self._compute.get_concrete_function(*arguments)
         program = self._program
         if program.batch_axes.are_wanted:
@@ -486,7 +486,7 @@ def _statistics(program: StepProgram) -> list[Any]:
 
 
 def _wide(variable: Any) -> tf.DType:
-    """Return the type in which a statistic is summed: a scalar may be a count."""
+    """Return the type for the sum of a statistic: float64 for scalars, which may be counts."""
     is_wide = variable.ndim == 0 or variable.dtype == "float64"
     return tf.float64 if is_wide else tf.float32
 
@@ -507,7 +507,7 @@ def as_tensor(array: Array) -> tf.Tensor:
 
 
 def _called(traced: Any) -> Callable[..., Any]:
-    """Return the function as it is called: inline unless several threads share the kernels."""
+    """Return the function, inlined if each kernel runs on one thread."""
     return inline(traced) if threads_of_an_operation() == 1 else traced
 
 

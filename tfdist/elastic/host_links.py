@@ -26,14 +26,14 @@ from tfdist.strategy.ring import exactly, prepared
 _HELLO = struct.Struct("<II")  # number of the view, member
 _CONNECT_S = 5.0
 _UNREACHABLE_S = 20.0  # a lost member has left the view by then
-_MOST_CLIENTS = 64  # without a hello. Strangers may connect too
+_MOST_CLIENTS = 64  # connections before their hello. Strangers may connect too
 _LOOK_EVERY_MS = 1000
 _PAUSE_S = 0.1
 _TAKEN = b"+"
-"""Answer to the hello. In TLS 1.3, a client ends its handshake before the server refuses it."""
+"""Answer to the hello. In TLS 1.3, a server may refuse a client after the client's handshake."""
 _NO_CHECK_TIME = 0x200000  # X509_V_FLAG_NO_CHECK_TIME: the clocks of two hosts may differ
 LESSON = 0
-"""In place of the view in a connection that brings earlier results. The first view is 1."""
+"""Number of the view in a connection for a lesson (earlier results). Real views begin at 1."""
 NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 """Exceptions of a socket that has to wait."""
 
@@ -71,13 +71,13 @@ class HostLinks:
         ]
 
     def close(self) -> None:
-        """Stop to listen."""
+        """Stop listening."""
         self._listener.close()
 
     def meet(
         self, peers: Collection[int], epoch: int, control: socket.socket, hear: Callable[[], None]
     ) -> dict[int, ssl.SSLSocket]:
-        """Return connections to members of a view. Each one connects to those with lower numbers.
+        """Return connections to members of a view. A member connects to lower-numbered members.
 
         `hear` reads the messages at `control`. It raises an exception if the view has ended.
 
@@ -128,7 +128,7 @@ class HostLinks:
         control: socket.socket,
         hear: Callable[[], None],
     ) -> dict[int, ssl.SSLSocket]:
-        """Return the connections of members, and close all others. A silent one delays no other.
+        """Return the connections of members, and close all others. A silent client delays none.
 
         One connection that brings a lesson is enough: all members have the same lesson.
         """
@@ -138,7 +138,7 @@ class HostLinks:
             while len(found) < (1 if epoch == LESSON else len(peers)):
                 end, its_epoch, member = next(clients)
                 if its_epoch == epoch and member in peers and member not in found:
-                    with contextlib.suppress(OSError):  # its exit is an event of its own
+                    with contextlib.suppress(OSError):  # if it has exited, a view follows
                         end.send(_TAKEN)
                     found[member] = end
                 else:

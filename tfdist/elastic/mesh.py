@@ -1,8 +1,8 @@
 """Operations of the members of an elastic job, over sockets that the launcher makes.
 
 Every member runs the same operations in the same order. An operation needs a part of each member.
-If a member is lost, the others get a new view from the launcher and run the operation again, with
-the parts that they have already computed. A member that is one operation behind gets its result.
+If a member is lost, the launcher sends the others a new view (list of members). They run the
+operation again, and keep computed parts. A member that is one operation behind gets its result.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _MOST_BYTES, _MOST_FDS = 1 << 16, 64
 _BUFFERS_A_CALL = 64
 _BYTES_A_CALL = 1 << 18  # over TLS, which takes one buffer a call
 _LESSON_TRIES, _LESSON_AGAIN_S = 10, 5.0
-_LESSON_S = 30.0  # without a byte of a lesson from another host
-_NO_STATE = -1  # in place of the finished operations of a task that joins
+_LESSON_S = 30.0  # longest pause within a lesson from another host
+_NO_STATE = -1  # number of finished operations in a task that waits to join
 _NO_TEACHER = "lost the worker that sends the earlier results"
 _NEED_OTHERS = ("a step", "outputs of", "sparse gradients", "broadcast", "the next block of")
 _Result = tuple[int, tuple[int, ...], list[Array]]  # checksum of the description, members, result
@@ -94,13 +94,13 @@ class Mesh(Members):
         self._last: list[Array] = []
         self._at_work = threading.Lock()
         self._log: list[_Result] | None = []
-        """Results of the operations before the training loop, for tasks that join later."""
+        """Results of operations before the training loop: the lesson for tasks that join later."""
         self._pupils: list[socket.socket | int] = []
         """Sockets to tasks that wait for a lesson, or their numbers if they are on other hosts."""
         self._replay: deque[_Result] | None = None
         """Results of the others' operations that this task repeats, `None` in a member."""
         self._taught: tuple[int, ...] = ()
-        """Members that have run the last operation that this task has repeated."""
+        """Members that ran the operation that this task has repeated last."""
         self._is_replaceable = False
         self.is_offline = False
         """True while a joining task runs operations on its own."""
@@ -148,7 +148,7 @@ class Mesh(Members):
                 not self._replay,
                 "elastic",
                 "this task has run fewer operations than the others before the training loop",
-                fix="start the job again. If the program's start differs, a task cannot join",
+                fix="start the job again. Each start must run the same calls before the loop",
                 code="other-start",
             )
             self._replay, self.is_offline = None, True
@@ -196,7 +196,7 @@ class Mesh(Members):
         """Send the results of the operations before the loop to the tasks that wait for them."""
         if self._log is not None:
             return
-        while self._pupils:  # a pupil that compiles its step may read its second lesson late
+        while self._pupils:  # in threads, because a pupil that compiles its step reads late
             sent = self._pupils.pop(), self._lesson
             threading.Thread(target=self._send_lesson, args=sent, daemon=True).start()
 
@@ -231,7 +231,7 @@ class Mesh(Members):
                 raise InterruptedError("the launcher sends a message")
 
         assert self._links is not None
-        any_member = range(len(self._names))  # it may come before the message that names it
+        any_member = range(len(self._names))  # it may connect before the launcher names it
         (found,) = self._links.accept(any_member, LESSON, self._control, hear).values()
         found.settimeout(_LESSON_S)
         return found
@@ -404,7 +404,7 @@ class Mesh(Members):
             bool(self._replay) and self._replay[0][0] == key,
             "elastic",
             f"this task runs {of} before the training loop, but the others did not",
-            fix="start the job again. If the program's start differs, a task cannot join",
+            fix="start the job again. Each start must run the same calls before the loop",
             code="other-start",
         )
         _, self._taught, result = self._replay.popleft()

@@ -61,7 +61,7 @@ class ParameterServerEngine(Engine):
         self._worker_pool = worker_pool_of(job.strategy, patience_s=options.startup_timeout_s)
         self._workers = len(self._worker_pool.shares)
         self._clock: UpdateClock | None = None
-        self._applied = 0  # the clock when the workers were last idle
+        self._applied = 0  # updates on the clock when the workers were last idle
         self._completed = 0  # steps since then
         self._work: dict[StepProgram, Work] = {}
         self._under_way: list[DispatchedBlock] = []
@@ -249,7 +249,7 @@ def size_of_totals(program: StepProgram) -> int:
 
 
 def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> int:
-    """Return the most steps per work unit that still keep as many workers busy as possible.
+    """Return the steps of the longest work unit that lets as many workers as possible compute.
 
     With a staleness bound of k, at most k + 1 workers run at a time. Half of the bound allows for
     units that are in flight when a unit starts. The other half allows for units that start later.
@@ -300,8 +300,8 @@ class Work:
         dtypes = [tf.as_dtype(v.dtype).as_numpy_dtype for v in program.metrics]
         self._dtype_of_totals = np.result_type(*dtypes) if dtypes else np.float32
         self._log_shapes: dict[str, tuple[int, ...]] = {}
-        # The update count of each optimizer that a step applies, and its increment per step. Then
-        # the values of these counts before step 0, and when the workers were last idle.
+        # Update count of each optimizer that a step applies, and the count's increment per step.
+        # `_counts_of_step_0` and `_counts_at_rest`: the counts before step 0 and when last idle.
         self._counted: list[Any] = []
         self._counts_each = np.zeros(0, np.int64)
         self._counts_of_step_0: np.ndarray | None = None

@@ -82,8 +82,8 @@ class UpdateCounts:
 
 # An update uses the learning rate of the dispatched step.
 #
-# For weight decay, Keras computes the learning rate again within the update. An optimizer sees the
-# server's count there, so the computation below uses the step's count (see `UpdateCounts`).
+# For weight decay, Keras computes the learning rate again within the update. The server's
+# count there belongs to another step. The function below uses the step's count (`UpdateCounts`).
 
 
 @replaces(BaseOptimizer, "_get_current_learning_rate", issue=f"{_BASE}#L777")

@@ -66,7 +66,7 @@ _SMALL_BYTES = 2**16  # packing copies a tensor: worth it if the copy costs less
 
 
 def sent_together(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Return the gradient-variable pairs, with small gradients packed and split on their server.
+    """Return the pairs of gradient and variable. Small gradients share a message to a server.
 
     The values are bit-identical. Before this call, finish all uses of the gradients except the
     update: a later use would fetch the gradients from the server.

@@ -33,8 +33,8 @@ class _Step:
       graph: Graph of the step.
       firsts: First value read. Tapes identify a variable by this tensor. Later values derive from
         it, so that its gradient includes all reads.
-      wholes: Current value in the step's graph. A write in a condition sets `None`. Each read there
-        concatenates the parts. The next read in the step's graph sets the value again.
+      wholes: Current value in the step's graph, or `None` after a write in a condition. A read in a
+        condition then concatenates the parts. A read in the step's graph sets the value again.
     """
 
     graph: Any

@@ -3,8 +3,8 @@
 TensorFlow assigns variables to servers in turn and ignores their size
 (tensorflow/python/distribute/parameter_server_strategy_v2.py, `_create_variable_round_robin`). With
 two servers, the first may hold every large kernel and the second every bias. This strategy puts a
-variable on the server with the fewest bytes, or splits it over several servers. Both place a
-colocated variable, such as an optimizer's slot, on the server of its variable.
+variable on the server with the fewest bytes, or splits it over several servers. Both
+strategies place a colocated variable, such as an optimizer's slot, on its variable's server.
 """
 
 from __future__ import annotations

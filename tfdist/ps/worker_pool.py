@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _PROBE_EVERY_S = 0.5
 _GONE_S = 4.0  # silence after which a ps, or a worker with a work unit, counts as dead
 _MAX_LOSSES = 5  # workers lost during a work unit before the unit counts as the cause
-_MAX_FAILURES = 3  # in a row, of a worker that answers. After an unnoticed restart it fails once
+_MAX_FAILURES = 3  # in a row, by a worker that answers. An unnoticed restart causes one
 
 # Messages of the runtime for a worker that restarted between two calls.
 _REPLACED = (
@@ -166,7 +166,7 @@ class WorkerPool:
             if unit is None:
                 return
             if unit.losses and not self._connections.answers(worker):
-                # This unit did not cause the death of this worker: another worker starts it.
+                # The worker died before it started this unit: another worker runs the unit.
                 self._connections.lost(worker)
                 self._release(incarnation)
                 self._requeue(unit)
