@@ -167,7 +167,7 @@ def _settings(options: Any) -> ServeOptions:
             window=2 * most,
             hang_s=options.hang_s,
         ),
-        body_bytes=options.max_body_mib << 20,
+        body_bytes=min(options.max_body_mib, 2047) << 20,  # gRPC's limit is an int
         token=_resolved(options.token),
         certificate=_resolved(options.tls_cert),
         key=_resolved(options.tls_key),

@@ -260,7 +260,9 @@ def test_answers_that_differ_are_not_published(tmp_path, step, layer, text):
 
 def test_an_unbuilt_or_unsaveable_model_is_refused(tmp_path, strategies):
     unbuilt = keras.Sequential([layers.Dense(2)])
-    assert refusal(lambda: tfdist.export_model(unbuilt, tmp_path)).code == "no-samples"
+    for samples in (None, np.ones((2, 3), "float32")):
+        caught = refusal(lambda x=samples: tfdist.export_model(unbuilt, tmp_path, samples=x))
+        assert caught.code == "no-samples"
     inputs = [keras.Input((3,), name=name) for name in ("a-b", "a_b")]  # in a signature
     added = keras.Model(inputs, layers.Add()(inputs))
     assert refusal(lambda: tfdist.export_model(added, tmp_path)).code == "not-a-name"

@@ -250,6 +250,8 @@ def test_settings_of_the_tuner_identify_the_sweep(tmp_path, kind, before, now, s
     first = described(**before)
     require_same(tmp_path, first, described(**before, seed=None))
     assert said in str(refusal(lambda: require_same(tmp_path, first, described(**now))))
+    older = {**first, "config": {**first["config"], "gradient_accumulation_steps": 1}}
+    require_same(tmp_path, older, first)
     json.dumps(first, allow_nan=False)  # the journal's
 
 

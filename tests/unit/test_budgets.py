@@ -30,7 +30,7 @@ LINES = {
     "training": 8_467,
     "ps, pipeline": 4_918,
     "elastic": 1_701,
-    "tuning": 2_974,
+    "tuning": 2_972,
     "serving": 3_029,
     "around": 6_982,  # report, outputs, app, find, ops, audit, configs and the programs
 }

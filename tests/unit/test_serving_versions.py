@@ -152,3 +152,9 @@ def test_the_hang_limit_leaves_time_for_a_retry(flags, hang_s):
     options = serve._parser().parse_args(["served", *flags])
     serve._check(options)
     assert serve._settings(options).limits.hang_s == hang_s
+
+
+def test_a_request_is_not_larger_than_grpc_allows():
+    options = serve._parser().parse_args(["served", "--max_body_mib=4096"])
+    serve._check(options)
+    assert serve._settings(options).body_bytes == 2047 << 20

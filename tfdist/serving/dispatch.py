@@ -172,10 +172,8 @@ class Dispatcher:
                 self.counts["expired"] += 1
                 ticket.abandoned = True
                 ticket.answer(RequestError(Code.DEADLINE_EXCEEDED, "Deadline Exceeded"))
-        for queue in (self._waiting, self._suspects):
-            kept = [ticket for ticket in queue if not ticket.abandoned]
-            queue.clear()
-            queue.extend(kept)
+        self._waiting = deque(ticket for ticket in self._waiting if not ticket.abandoned)
+        self._suspects = deque(ticket for ticket in self._suspects if not ticket.abandoned)
 
     def pump(self) -> None:
         """Send waiting requests to replicas that have room. One replica runs the retries."""

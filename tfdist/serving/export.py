@@ -244,11 +244,11 @@ def _inputs_of(model: keras.Model, samples: Any) -> Any:
     nest = getattr(model, "_inputs_struct", None)  # only a functional model has it
     if nest is None and isinstance(model, keras.Sequential) and model.built:
         nest = model.inputs[0]
-    if nest is None and samples is None:
+    if nest is None and (samples is None or not model.built):
         raise UsageError(
             "export_model",
             f"the inputs of the subclassed or unbuilt model {model.name!r} are unknown",
-            fix="pass samples=..., a few examples in the structure of the model's inputs",
+            fix="train it, and pass samples=..., a few examples in the structure of its inputs",
             code="no-samples",
         )
     has_names = nest is not None and not isinstance(nest, dict)

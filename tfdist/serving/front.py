@@ -296,18 +296,20 @@ class Front:
 
     def grpc_service(self) -> grpc.GenericRpcHandler:
         """Return the PredictionService with messages as bytes."""
-        handler = grpc.unary_unary_rpc_method_handler
+        # Same wire format as unary_unary, which reads the message before it calls the handler.
+        handler = grpc.stream_unary_rpc_method_handler
         methods = {name: handler(self._grpc(kind)) for name, kind in _GRPC_KINDS.items()}
         return grpc.method_handlers_generic_handler(_PREDICTION, methods)
 
-    def _grpc(self, kind: FrameKind) -> Callable[[bytes, Any], Awaitable[bytes]]:
-        async def handle(payload: bytes, context: Any) -> bytes:
+    def _grpc(self, kind: FrameKind) -> Callable[[Any, Any], Awaitable[bytes]]:
+        async def handle(_: Any, context: Any) -> bytes:
             start = time.monotonic()
             name, code = "", Code.CANCELLED  # defaults if the client cancels
             try:
                 if self.options.token:
                     sent = dict(context.invocation_metadata() or ()).get("authorization", "")
                     self._authorize(str(sent))
+                payload = b"" if (read := await context.read()) is grpc.aio.EOF else bytes(read)
                 remaining_s = context.time_remaining()
                 timeout_s = self.options.timeout_s if remaining_s is None else remaining_s
                 target = protocol.parse_model_spec(payload)

@@ -249,10 +249,8 @@ def require_alone(where: str, environ: Mapping[str, str]) -> None:
 
 FORK_LOG = "fork-server.log"
 
-_SAME = (
-    *("tuner", "objective", "direction", "factor"),
-    *("strategy", "workers", "ps", "seed"),
-)
+_SAME = ("tuner", "objective", "direction", "factor", "strategy", "workers", "ps", "seed")
+_REMOVED = ("gradient_accumulation_steps", 1)  # a field with its default, in older journals
 
 
 def require_own(path: Path) -> None:
@@ -316,7 +314,7 @@ def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
     space = [{"type": one["class_name"], **one["config"]} for one in description.get("space", ())]
     return {
         **{name: description.get(name) for name in _SAME},
-        "config": description.get("config", {}),
+        "config": {k: v for k, v in description.get("config", {}).items() if (k, v) != _REMOVED},
         "search space": {f"{number} {one['name']}": one for number, one in enumerate(space)},
     }
 

@@ -52,8 +52,8 @@ _USELESS = re.compile(
 )
 """Output of a remote shell that makes a retry useless."""
 _FIX = (
-    "make this command work without a password or a question, with the same Python and tfdist at "
-    "the same path there: "
+    "make this command work without a password or a question, with Python, tfdist and this "
+    "directory at the same paths there: "
 )
 _HARMLESS = r"^@|^Warning: Permanently added"
 
