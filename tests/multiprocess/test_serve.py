@@ -27,9 +27,12 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+import uvicorn
 from google.protobuf.wrappers_pb2 import BytesValue
+from uvicorn.server import ServerState
 
 from tests.processes import until
+from tfdist.serving import front
 from tfdist.serving.dispatch import QueueLimits
 from tfdist.serving.model_versions import find_versions
 from tfdist.serving.protocol import Target
@@ -331,6 +334,32 @@ def answer_to(address: tuple[str, int], sent: bytes) -> bytes:
             connection.shutdown(socket.SHUT_WR)
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
     return b""
+
+
+def test_a_large_head_closes_the_connection(shared):
+    heads = [b"GET /healthz HTTP/1.1\r\nX: " + b"a" * n + b"\r\n\r\n" for n in (1 << 10, 1 << 20)]
+    small, large = (answer_to(shared.rest, head) for head in heads)
+    assert (small[:13], large) == (b"HTTP/1.1 200 ", b"")
+
+
+def test_a_client_without_a_head_is_disconnected(monkeypatch):
+    monkeypatch.setattr(front, "_HEAD_S", 0.01)
+
+    async def answers(sent):
+        config = uvicorn.Config(None, http=front._Connection, loop="none")
+        config.load()
+        options = {"config": config, "server_state": ServerState(), "app_state": {}}
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: front._Connection(**options), "127.0.0.1", 0)
+        async with server, asyncio.timeout(DEADLINE_S):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(sent)
+            with contextlib.suppress(ConnectionError):
+                return await reader.read()
+            return b""
+
+    for sent in (b"", b"POST /v1/models/m:predict HT"):
+        assert asyncio.run(answers(sent)) == b""
 
 
 def test_metrics(shared):

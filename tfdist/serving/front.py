@@ -18,6 +18,7 @@ import dataclasses
 import hmac
 import json
 import logging
+import math
 import resource
 import signal
 import socket
@@ -51,6 +52,8 @@ from tfdist.serving.protocol import (
 _LOG = logging.getLogger("tfdist.serve")
 _TICK_S = 0.1
 _MOST_CONNECTIONS = 4096  # maximum number of open HTTP connections
+_HEAD_BYTES = 64 << 10  # maximum size of the head of a request
+_HEAD_S = 30.0  # longest wait for the head of a request, before a token is known
 _MOST_OF_AN_ERROR = 500  # characters of up to 12 bytes: a gRPC trailer has up to 8 KiB
 _TICKET = "tfdist.ticket"  # key of the ticket in the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
@@ -438,19 +441,38 @@ class _Parser:
 
 
 class _Connection(HttpToolsProtocol):
-    """Connection that answers the requests of a client that has disconnected.
+    """Connection with a limit on heads, which answers the requests of a client that has left.
 
-    The requests get an error, and replicas do not compute them any more.
+    The connection closes if a request's head is too slow or too large. If a client disconnects, its
+    requests get an error, and replicas do not compute them any more.
     """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.parser = cast(httptools.HttpRequestParser, _Parser(self))
         self._unanswered = list[Any]()  # uvicorn keeps only the last request
+        self._await_head()
+
+    def _await_head(self) -> None:
+        self._head_bytes_left: float = _HEAD_BYTES
+        self._timer = self.loop.call_later(_HEAD_S, self.transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes_left -= len(data)
+        super().data_received(data)
+        if self._head_bytes_left < 0:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._timer.cancel()
+        self._await_head()
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # the parser reads this request again
+        self._timer.cancel()
+        self._head_bytes_left = math.inf  # `Front.app` limits the body
         super().on_headers_complete()
         unanswered = [one for one in self._unanswered if not one.response_complete]
         self._unanswered = [*unanswered, self.cycle]
@@ -458,8 +480,10 @@ class _Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
+            self._head_bytes_left = _HEAD_BYTES  # of the next request
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
         super().connection_lost(exc)
         for one in self._unanswered:
             one.disconnected = True
