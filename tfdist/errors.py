@@ -27,6 +27,8 @@ class TfdistError(Exception):
     """Base class of tfdist's errors. `exit_code` is the exit code of the program."""
 
     exit_code: int = EXIT_FAILED
+    # AutoGraph and the calls of Keras' layers would raise an error of another class.
+    ag_pass_through = _keras_call_info_injected = True
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows instead of the traceback."""

@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras.src.metrics.metric import Metric
 from keras.src.metrics.reduction_metrics import Mean, Sum
 
-from tfdist.errors import UsageError, require
+from tfdist.errors import require
 from tfdist.training.keras_compat.kernels import compiled
 from tfdist.training.keras_compat.trace import (
     Original,
@@ -88,15 +88,13 @@ def note_source(value: Any, whole: Callable[[], Any], trace: StepTrace) -> tf.Te
 
 def _noted_result(result: Callable[[], Any], trace: StepTrace, metric: Metric) -> Any:
     """Return a metric's result, and record its tensors as results."""
-    if not trace.is_in_step():
-        error: Any = UsageError(
-            "step",
-            f"a tf.cond, tf.while_loop or tf.function calls result() of {metric.name!r}",
-            fix="call result() in the step itself",
-            code="metric-in-log",
-        )
-        error.ag_pass_through = True  # else AutoGraph replaces the error
-        raise error
+    require(
+        trace.is_in_step(),
+        "step",
+        f"a tf.cond, tf.while_loop or tf.function calls result() of {metric.name!r}",
+        fix="call result() in the step itself",
+        code="metric-in-log",
+    )
     found = result()
 
     def whole(index: int) -> Any:
