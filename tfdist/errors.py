@@ -46,14 +46,7 @@ class UsageError(TfdistError, ValueError):
 
     exit_code = EXIT_USAGE
 
-    def __init__(
-        self,
-        where: str,
-        problem: str,
-        *,
-        fix: str,
-        code: str = "",
-    ) -> None:
+    def __init__(self, where: str, problem: str, *, fix: str, code: str = "") -> None:
         super().__init__(f"{where}: {problem}. Fix: {fix}")
         self.where = where
         self.problem = problem

@@ -180,8 +180,8 @@ class ParameterServerEngine(Engine):
 
     def take_state(self, program: StepProgram) -> None:
         """Set the totals from the model's metrics."""
-        flat = [np.asarray(v.numpy()).ravel() for v in program.metrics]
-        self._prepared(program).totals = np.concatenate(flat) if flat else None
+        flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
+        self._prepared(program).totals = np.concatenate([*flat, np.zeros(0)])
 
     def _dispatch(self, program: StepProgram, first: int, last: int) -> Future[Done]:
         return self._worker_pool.submit(
@@ -297,8 +297,8 @@ class Work:
         self._strategy = strategy
         self._clock = clock
         self._num_totals = size_of_totals(program)
-        dtypes = [tf.as_dtype(v.dtype).as_numpy_dtype for v in program.metrics]
-        self._dtype_of_totals = np.result_type(*dtypes) if dtypes else np.float32
+        self._types = [tf.as_dtype(v.dtype).as_numpy_dtype for v in program.metrics]
+        self._ends = np.cumsum([int(np.prod(v.shape)) for v in program.metrics])
         self._log_shapes: dict[str, tuple[int, ...]] = {}
         # The update count of each optimizer that a step applies, and its increment per step. Then
         # the values of these counts before step 0, and when the workers were last idle.
@@ -348,14 +348,17 @@ class Work:
     def take(self, numbers: np.ndarray, *, steps: int) -> np.ndarray:
         """Add the totals and set the logs of a range. Return the staleness of its steps.
 
-        Totals are added step by step in the metrics' own type, so that their bits do not depend on
-        the length of a work unit.
+        Totals are added step by step in each variable's own type, so that their bits do not depend
+        on the length of a work unit, and a checkpoint can hold them.
         """
         rows, rest = np.split(numbers, [steps * self._num_totals])
-        rows = rows.reshape(steps, self._num_totals).astype(self._dtype_of_totals)
+        rows = rows.reshape(steps, self._num_totals)
         if self.totals is not None:
             rows = np.concatenate([self.totals[None], rows])
-        self.totals = np.add.accumulate(rows)[-1]
+        parts = zip(np.split(rows, self._ends, axis=1), self._types, strict=False)
+        with np.errstate(all="ignore"):
+            sums = [np.add.accumulate(part.astype(kind))[-1] for part, kind in parts]
+        self.totals = np.concatenate([np.zeros(0), *(np.float64(total) for total in sums)])
         logs: dict[str, Any] = {}
         for name, shape in self._log_shapes.items():
             log, rest = np.split(rest, [math.prod(shape)])
