@@ -348,8 +348,8 @@ class Work:
     def take(self, numbers: np.ndarray, *, steps: int) -> np.ndarray:
         """Add the totals and set the logs of a range. Return the staleness of its steps.
 
-        Totals are added step by step in each variable's own type, so that their bits do not depend
-        on the length of a work unit, and a checkpoint can hold them.
+        Totals are added step by step in each variable's own type. Their bits then do not depend on
+        the length of a work unit, and a checkpoint can hold them.
         """
         rows, rest = np.split(numbers, [steps * self._num_totals])
         rows = rows.reshape(steps, self._num_totals)
@@ -358,7 +358,7 @@ class Work:
         parts = zip(np.split(rows, self._ends, axis=1), self._types, strict=False)
         with np.errstate(all="ignore"):
             sums = [np.add.accumulate(part.astype(kind))[-1] for part, kind in parts]
-        self.totals = np.concatenate([np.zeros(0), *(np.float64(total) for total in sums)])
+        self.totals = np.concatenate([np.zeros(0), *(total.astype(float) for total in sums)])
         logs: dict[str, Any] = {}
         for name, shape in self._log_shapes.items():
             log, rest = np.split(rest, [math.prod(shape)])

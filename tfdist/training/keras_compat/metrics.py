@@ -159,9 +159,11 @@ def _sum_of_steps(
             code="metric-number",
         )
         return original(self, values)
-    if isinstance(values, int) and values == trace.rows() and values > 1:
+    # For a tensor of a known shape, tf.size returns a constant.
+    number = tf.get_static_value(values).item() if tf.is_symbolic_tensor(values) else values
+    if isinstance(number, int) and number == trace.rows() and number > 1:
         warn_once(
-            f"a metric gets the number {values}, which tfdist treats as the number of examples on "
+            f"a metric gets the number {number}, which tfdist treats as the number of examples on "
             "a replica. Fix: pass tf.shape(x)[0] to count examples"
         )
         return original(self, values)
