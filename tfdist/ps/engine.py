@@ -88,7 +88,7 @@ class ParameterServerEngine(Engine):
         if not self._under_way:
             work.count_from(first)
         most = steps_of_a_unit(
-            most=min(_CLOSURE_STEPS, _CLOSURE_TOTALS // max(1, size_of_totals(program)) or 1),
+            most=min(_CLOSURE_STEPS, _CLOSURE_TOTALS // max([1, *ends_of_totals(program)]) or 1),
             workers=self._workers,
             max_staleness=program.max_staleness,
         )
@@ -169,12 +169,9 @@ class ParameterServerEngine(Engine):
         work = self._work.get(program)
         if work is None or work.totals is None:
             return
-        start = 0
-        for variable in program.metrics:
-            size = int(np.prod(variable.shape))
-            part = work.totals[start : start + size].reshape(variable.shape)
-            variable.assign(part.astype(variable.dtype))
-            start += size
+        parts = np.split(work.totals, ends_of_totals(program))
+        for variable, part in zip(program.metrics, parts, strict=False):
+            variable.assign(part.reshape(variable.shape).astype(variable.dtype))
 
     publish_state = publish_metrics  # the rest of the state is on the servers
 
@@ -243,9 +240,9 @@ class ParameterServerEngine(Engine):
         }
 
 
-def size_of_totals(program: StepProgram) -> int:
-    """Return how many numbers the metrics of a program have."""
-    return sum(int(np.prod(v.shape)) for v in program.metrics)
+def ends_of_totals(program: StepProgram) -> list[int]:
+    """Return where the numbers of each metric variable end among those of a program."""
+    return [*itertools.accumulate(int(np.prod(v.shape)) for v in program.metrics)]
 
 
 def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> int:
@@ -296,9 +293,9 @@ class Work:
         self._program = program
         self._strategy = strategy
         self._clock = clock
-        self._num_totals = size_of_totals(program)
+        self._ends = ends_of_totals(program)
+        self._num_totals = max([0, *self._ends])
         self._types = [tf.as_dtype(v.dtype).as_numpy_dtype for v in program.metrics]
-        self._ends = np.cumsum([int(np.prod(v.shape)) for v in program.metrics])
         self._log_shapes: dict[str, tuple[int, ...]] = {}
         # The update count of each optimizer that a step applies, and its increment per step. Then
         # the values of these counts before step 0, and when the workers were last idle.
