@@ -27,6 +27,8 @@ class TfdistError(Exception):
     """Base class of tfdist's errors. `exit_code` is the exit code of the program."""
 
     exit_code: int = EXIT_FAILED
+    # AutoGraph and the calls of Keras' layers would raise an error of another class.
+    ag_pass_through = _keras_call_info_injected = True
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows instead of the traceback."""
@@ -44,14 +46,7 @@ class UsageError(TfdistError, ValueError):
 
     exit_code = EXIT_USAGE
 
-    def __init__(
-        self,
-        where: str,
-        problem: str,
-        *,
-        fix: str,
-        code: str = "",
-    ) -> None:
+    def __init__(self, where: str, problem: str, *, fix: str, code: str = "") -> None:
         super().__init__(f"{where}: {problem}. Fix: {fix}")
         self.where = where
         self.problem = problem

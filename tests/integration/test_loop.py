@@ -221,6 +221,7 @@ def ready(*, counted=(), num_totals=0):
     work = object.__new__(Work)
     work.totals, work.logs = None, {}
     work._log_shapes, work._num_totals = {}, num_totals
+    work._types, work._ends = [np.float32], [num_totals]
     work._counted, work._counts_each = list(counted), np.ones(len(counted), np.int64)
     work._counts_of_step_0 = work._counts_at_rest = None
     return work
@@ -231,7 +232,7 @@ def test_ps_step_results_keep_their_shapes():
     work = ready(num_totals=2)
     returned = {"table": tf.ones([2, 2]), "each": tf.constant([5, 6, 7]), "loss": tf.constant(0.5)}
     numbers = tf.concat([[8.0, 9.0], work._logs(returned), [3.0, 0.0]], 0)
-    assert work.take(numbers.numpy()).tolist() == [3, 0]
+    assert work.take(numbers.numpy(), steps=1).tolist() == [3, 0]
     assert work.totals.tolist() == [8.0, 9.0]
     assert {name: np.asarray(log).tolist() for name, log in work.logs.items()} == {
         "table": [[1.0, 1.0], [1.0, 1.0]],

@@ -308,12 +308,12 @@ def test_a_metric_has_the_totals_of_the_chief(engine):
 
 
 def test_the_length_of_a_work_unit_does_not_change_the_bits_of_a_metric():
-    steps = np.random.RandomState(0).rand(12, 2).astype(np.float32)
+    types, ends = [np.float32, tf.bfloat16.as_numpy_dtype, np.int32], [2, 3, 4]
+    steps = np.random.RandomState(0).rand(12, 4).astype(np.float32)
+    steps[:, 2], steps[:, 3] = steps[:, 2].astype(types[1]), 2**22 + 1
 
     def totals(*lengths):
-        work = SimpleNamespace(
-            totals=None, _num_totals=2, _dtype_of_totals=np.float32, _log_shapes={}
-        )
+        work = SimpleNamespace(totals=None, _num_totals=4, _types=types, _ends=ends, _log_shapes={})
         for rows in np.split(steps, np.cumsum(lengths)[:-1]):
             numbers = np.concatenate([rows.ravel(), np.ones(len(rows))])
             assert engine_module.Work.take(work, numbers, steps=len(rows)).tolist() == [1] * len(
@@ -321,10 +321,13 @@ def test_the_length_of_a_work_unit_does_not_change_the_bits_of_a_metric():
             )
         return work.totals.tolist()
 
-    one_by_one = np.float32([0, 0])
+    one_by_one = [kind(0) for kind in (types[0], *types)]
     for row in steps:
-        one_by_one += row
-    assert totals(12) == totals(5, 7) == totals(1, 1, 10) == one_by_one.tolist()
+        one_by_one = [
+            kind(total + kind(n))
+            for kind, total, n in zip((types[0], *types), one_by_one, row, strict=True)
+        ]
+    assert totals(12) == totals(5, 7) == totals(1, 1, 10) == [float(total) for total in one_by_one]
 
 
 LOST_FUNCTION = "'f' is neither a type of a primitive operation nor a name of a function registered"

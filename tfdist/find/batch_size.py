@@ -259,7 +259,7 @@ def find_batch_size(  # noqa: D417
       timeout_s: Seconds for one trial (default: 600).
 
     Raises:
-      UsageError: The model is not compiled or not built, or a file cannot hold it.
+      UsageError: The model is not built, or a file cannot hold it.
       TfdistError: A batch of 1 does not fit, or a trial fails for a reason other than memory.
     """
     from tfdist.strategy import broadcast

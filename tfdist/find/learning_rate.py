@@ -58,8 +58,8 @@ def find_learning_rate(  # noqa: D417, PLR0913
       seed: Seed of the order of the examples and of random layers (default: 0).
 
     Raises:
-      UsageError: The model is not compiled or is of another scope, its optimizer has several
-        learning rates, or the strategy cannot use the data.
+      UsageError: The model is of another scope, its optimizer has several learning rates, or the
+        strategy cannot use the data.
       Stopped: A task received a signal that requests a stop.
     """
     job = building.job_for(model, doing="find_learning_rate")

@@ -71,7 +71,7 @@ def _begin(task: str, claim: str, *, name: str) -> None:
     except OSError:  # a full disk
         first = task
     if first != task:
-        error = UsageError(
+        raise UsageError(
             name,
             f"{task} and {first} train separate models, as no task called tfdist.make_strategy()",
             fix="add the line strategy = tfdist.make_strategy(), and create and compile the model "
@@ -79,6 +79,4 @@ def _begin(task: str, claim: str, *, name: str) -> None:
             "--independent",
             code="independent-trainings",
         )
-        error.ag_pass_through = True  # type: ignore[attr-defined]  # AutoGraph must not wrap it
-        raise error
     _is_training = True

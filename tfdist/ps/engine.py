@@ -88,7 +88,7 @@ class ParameterServerEngine(Engine):
         if not self._under_way:
             work.count_from(first)
         most = steps_of_a_unit(
-            most=min(_CLOSURE_STEPS, _CLOSURE_TOTALS // max(1, size_of_totals(program)) or 1),
+            most=min(_CLOSURE_STEPS, _CLOSURE_TOTALS // max([1, *ends_of_totals(program)]) or 1),
             workers=self._workers,
             max_staleness=program.max_staleness,
         )
@@ -169,19 +169,16 @@ class ParameterServerEngine(Engine):
         work = self._work.get(program)
         if work is None or work.totals is None:
             return
-        start = 0
-        for variable in program.metrics:
-            size = int(np.prod(variable.shape))
-            part = work.totals[start : start + size].reshape(variable.shape)
-            variable.assign(part.astype(variable.dtype))
-            start += size
+        parts = np.split(work.totals, ends_of_totals(program))
+        for variable, part in zip(program.metrics, parts, strict=False):
+            variable.assign(part.reshape(variable.shape).astype(variable.dtype))
 
     publish_state = publish_metrics  # the rest of the state is on the servers
 
     def take_state(self, program: StepProgram) -> None:
         """Set the totals from the model's metrics."""
-        flat = [np.asarray(v.numpy()).ravel() for v in program.metrics]
-        self._prepared(program).totals = np.concatenate(flat) if flat else None
+        flat = [np.asarray(v.numpy(), np.float64).ravel() for v in program.metrics]
+        self._prepared(program).totals = np.concatenate([*flat, np.zeros(0)])
 
     def _dispatch(self, program: StepProgram, first: int, last: int) -> Future[Done]:
         return self._worker_pool.submit(
@@ -243,9 +240,9 @@ class ParameterServerEngine(Engine):
         }
 
 
-def size_of_totals(program: StepProgram) -> int:
-    """Return how many numbers the metrics of a program have."""
-    return sum(int(np.prod(v.shape)) for v in program.metrics)
+def ends_of_totals(program: StepProgram) -> list[int]:
+    """Return where the numbers of each metric variable end among those of a program."""
+    return [*itertools.accumulate(int(np.prod(v.shape)) for v in program.metrics)]
 
 
 def steps_of_a_unit(*, most: int, workers: int, max_staleness: int | None) -> int:
@@ -296,9 +293,9 @@ class Work:
         self._program = program
         self._strategy = strategy
         self._clock = clock
-        self._num_totals = size_of_totals(program)
-        dtypes = [tf.as_dtype(v.dtype).as_numpy_dtype for v in program.metrics]
-        self._dtype_of_totals = np.result_type(*dtypes) if dtypes else np.float32
+        self._ends = ends_of_totals(program)
+        self._num_totals = max([0, *self._ends])
+        self._types = [tf.as_dtype(v.dtype).as_numpy_dtype for v in program.metrics]
         self._log_shapes: dict[str, tuple[int, ...]] = {}
         # Update count of each optimizer that a step applies, and the count's increment per step.
         # `_counts_of_step_0` and `_counts_at_rest`: the counts before step 0 and when last idle.
@@ -348,14 +345,17 @@ class Work:
     def take(self, numbers: np.ndarray, *, steps: int) -> np.ndarray:
         """Add the totals and set the logs of a range. Return the staleness of its steps.
 
-        Totals are added step by step in the metrics' own type, so that their bits do not depend on
-        the length of a work unit.
+        Totals are added step by step in each variable's own type. Their bits then do not depend on
+        the length of a work unit, and a checkpoint can hold them.
         """
         rows, rest = np.split(numbers, [steps * self._num_totals])
-        rows = rows.reshape(steps, self._num_totals).astype(self._dtype_of_totals)
+        rows = rows.reshape(steps, self._num_totals)
         if self.totals is not None:
             rows = np.concatenate([self.totals[None], rows])
-        self.totals = np.add.accumulate(rows)[-1]
+        parts = zip(np.split(rows, self._ends, axis=1), self._types, strict=False)
+        with np.errstate(all="ignore"):
+            sums = [np.add.accumulate(part.astype(kind))[-1] for part, kind in parts]
+        self.totals = np.concatenate([np.zeros(0), *(total.astype(float) for total in sums)])
         logs: dict[str, Any] = {}
         for name, shape in self._log_shapes.items():
             log, rest = np.split(rest, [math.prod(shape)])

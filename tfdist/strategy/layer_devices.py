@@ -295,14 +295,12 @@ def _gathered(layer: keras.layers.Layer, parts: Sequence[Any], sizes: Sequence[A
 
 
 def _refusal(layer: keras.layers.Layer, problem: str) -> UsageError:
-    error: Any = UsageError(
+    return UsageError(
         "placement",
         f"layer {layer.name!r} cannot divide its batch over several devices, because {problem}",
         fix=f"place {layer.name!r} on one device, or only its inner layers on several devices",
         code="divided-layer",
     )
-    error._keras_call_info_injected = error.ag_pass_through = True  # keep the class of the error
-    return error
 
 
 def _path(layer: Any) -> str:

@@ -84,9 +84,9 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
       Keras' `History`, the same in every task.
 
     Raises:
-      UsageError: the model is not compiled or belongs to another scope. The strategy does not
-        support the data. The global batch is smaller than the number of replicas. Or the
-        optimizer's state cannot be sharded.
+      ValueError: the model is not compiled.
+      UsageError: the model belongs to another scope. The strategy does not support the data. The
+        global batch has fewer examples than replicas. The optimizer's state cannot be sharded.
       Stopped: a task received SIGTERM, SIGUSR1 or SIGINT. With a `BackupAndRestore` callback, the
         next run resumes from its last checkpoint.
     """

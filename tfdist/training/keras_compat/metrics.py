@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras.src.metrics.metric import Metric
 from keras.src.metrics.reduction_metrics import Mean, Sum
 
-from tfdist.errors import UsageError, require
+from tfdist.errors import require
 from tfdist.training.keras_compat.kernels import compiled
 from tfdist.training.keras_compat.trace import (
     Original,
@@ -88,15 +88,13 @@ def note_source(value: Any, whole: Callable[[], Any], trace: StepTrace) -> tf.Te
 
 def _noted_result(result: Callable[[], Any], trace: StepTrace, metric: Metric) -> Any:
     """Return a metric's result, and record its tensors as results."""
-    if not trace.is_in_step():
-        error: Any = UsageError(
-            "step",
-            f"a tf.cond, tf.while_loop or tf.function calls result() of {metric.name!r}",
-            fix="call result() in the step itself",
-            code="metric-in-log",
-        )
-        error.ag_pass_through = True  # else AutoGraph replaces the error
-        raise error
+    require(
+        trace.is_in_step(),
+        "step",
+        f"a tf.cond, tf.while_loop or tf.function calls result() of {metric.name!r}",
+        fix="call result() in the step itself",
+        code="metric-in-log",
+    )
     found = result()
 
     def whole(index: int) -> Any:
@@ -161,9 +159,11 @@ def _sum_of_steps(
             code="metric-number",
         )
         return original(self, values)
-    if isinstance(values, int) and values == trace.rows() and values > 1:
+    # For a tensor of a known shape, tf.size returns a constant.
+    number = tf.get_static_value(values).item() if tf.is_symbolic_tensor(values) else values
+    if isinstance(number, int) and number == trace.rows() and number > 1:
         warn_once(
-            f"a metric gets the number {values}, which tfdist treats as the number of examples on "
+            f"a metric gets the number {number}, which tfdist treats as the number of examples on "
             "a replica. Fix: pass tf.shape(x)[0] to count examples"
         )
         return original(self, values)
