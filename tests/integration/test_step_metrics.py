@@ -133,8 +133,15 @@ def test_numbers_for_an_own_metric_are_refused_on_several_replicas(strategies, n
 def test_a_sum_rejects_numbers_that_may_be_means(strategies):
     error = refusal(lambda: counted(strategies[2], keras.metrics.Sum, tf.reduce_mean))
     assert (error.where, error.code) == ("metrics", "metric-number")
-    for number in (lambda x: tf.shape(x)[0], lambda x: tf.constant(16.0)):
+    sizes = (lambda x: tf.shape(x)[0], lambda x: tf.cast(tf.shape(x)[0], tf.float32))
+    for number in (*sizes, lambda x: tf.constant(16.0)):
         assert counted(strategies[2], keras.metrics.Sum, number) == 48
+
+
+def test_a_sum_in_a_mean_warns(strategies, warnings):
+    counted(strategies[2], keras.metrics.Mean, tf.reduce_sum)
+    (found,) = warnings()
+    assert found.startswith("the metric 'mean' gets a sum, and counts it as a mean")
 
 
 def test_a_number_that_equals_the_size_of_a_part_warns(strategies, warnings):

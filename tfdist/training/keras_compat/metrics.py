@@ -140,6 +140,11 @@ def _mean_of_examples(
         return original(self, values, trace.examples)
     if sample_weight is not None or not _is_partial(trace) or not _is_number(values):
         return original(self, values, sample_weight)
+    if tf.is_symbolic_tensor(values) and values.op.type == "Sum":
+        warn_once(
+            f"the metric {self.name!r} gets a sum, and counts it as a mean over the examples of a "
+            "part of the batch. Fix: pass the tensor with its batch axis"
+        )
     return original(self, values, trace.share * trace.part)
 
 
@@ -150,8 +155,9 @@ def _sum_of_steps(
     if sample_weight is not None or not _is_partial(trace) or not _is_number(values):
         return original(self, values, sample_weight)
     if tf.is_symbolic_tensor(values) and values.op.type != "Const":
+        given = values.op.inputs[0] if values.op.type == "Cast" else values
         require(
-            values.dtype.is_integer,
+            given.dtype.is_integer,
             "metrics",
             f"a step gives {self.name!r} a single number of type {values.dtype.name}, which may be "
             "a sum or a mean of a part of the batch",
