@@ -303,23 +303,28 @@ def test_a_layer_that_needs_the_whole_batch_stays_undivided():
             self.mean.update_state(x)
             return x
 
-    def called(inner, training=True):
+    class Two(L.Layer):
+        def call(self, x, table):
+            return x + table[:1]
+
+    def called(inner, *more, training=True):
         strategy = PlacedStrategy("/CPU:0", {"block": ["CPU:0", "CPU:1"]})
         with strategy.scope():
-            block = keras.Sequential([inner], name="block")
+            block = keras.Sequential([inner], name="block") if not more else inner
             block.build((None, 3))
-        call = tf.function(lambda: block(tf.ones((5, 3)), training=training))
+        call = tf.function(lambda: block(tf.ones((5, 3)), *more, training=training))
         return lambda: strategy.run(call)
 
-    for inner, reason in (
-        (L.BatchNormalization(name="norm"), "updates the variable 'block/norm/moving_mean'"),
-        (Adds(2), "it adds a loss in its call"),
-        (L.Dense(2, activity_regularizer="l2"), "it adds a loss in its call"),
-        (Counts(), "updates the variable 'mean/total'"),
-        (Mean(), "its result [3] has no batch axis"),
+    for inner, more, reason in (
+        (L.BatchNormalization(name="norm"), (), "updates the variable 'block/norm/moving_mean'"),
+        (Adds(2), (), "it adds a loss in its call"),
+        (L.Dense(2, activity_regularizer="l2"), (), "it adds a loss in its call"),
+        (Counts(), (), "updates the variable 'mean/total'"),
+        (Mean(), (), "its result [3] has no batch axis"),
+        (Two(name="block"), (tf.ones((2, 3)),), "different batch sizes ([5, 3], [2, 3])"),
     ):
         training = not isinstance(inner, Counts)
-        error = refusal(called(inner, training=training))
+        error = refusal(called(inner, *more, training=training))
         assert (error.where, error.code) == ("placement", "divided-layer")
         assert reason in str(error)
     strategy = PlacedStrategy("/CPU:0", {"mean": ["CPU:0", "CPU:1"]})

@@ -301,6 +301,7 @@ def test_unsupported_data_are_refused(x, more, where, code):
 
 def test_errors_name_the_source_for_the_data():
     assert "tfdist.data.from_tfds" in refusal(lambda: as_source("cifar10")).fix
+    assert refused(as_source(lambda context: X).dataset_for) == ("<lambda>", "unsupported-data")
 
 
 # Under ps

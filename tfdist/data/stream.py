@@ -144,12 +144,21 @@ class InputFunctionSource(_BatchSource):
         transform: Transform | None = None,
     ) -> None:
         self._function = function
-        self.kind = f"stream, input function {getattr(function, '__name__', function)}"
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self.kind = f"stream, input function {self._name}"
         self.transform = transform
 
     def dataset_for(self, context: tf.distribute.InputContext | None = None) -> tf.data.Dataset:
-        """Return the function's dataset for this context."""
-        return self._function(context or tf.distribute.InputContext())
+        """Return the function's dataset for this context. Raise `UsageError` for other results."""
+        dataset = self._function(context or tf.distribute.InputContext())
+        if not isinstance(dataset, tf.data.Dataset):
+            raise UsageError(
+                self._name,
+                f"the input function returns a {type(dataset).__name__}, not a tf.data.Dataset",
+                fix="return a tf.data.Dataset of batches (fit passes an InputContext)",
+                code="unsupported-data",
+            )
+        return dataset
 
     @functools.cached_property
     def _whole(self) -> tf.data.Dataset:
