@@ -42,14 +42,22 @@ _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 # BatchNormalization writes each replica's own moving statistics, and they diverge. Weights that a
 # step updates without an optimizer diverge, too. The gradient hook reduces both. The end of the
 # step reduces values written after the last gradient hook.
+#
+# Outside of steps, TensorFlow sums a metric's variable over the workers to return its new value. A
+# sum per variable costs time at each epoch, and waits for a worker that has died.
 
 
 @replaces(
     Variable,
     "_direct_assign",
     issue=f"{_KERAS}/layers/normalization/batch_normalization.py#L385",
+    anywhere=True,
 )
-def _noting_writes(original: Original, trace: StepTrace, self: Any, value: Any) -> Any:
+def _noting_writes(original: Original, trace: StepTrace | None, self: Any, value: Any) -> Any:
+    if trace is None:
+        if not isinstance(self._value, tf_values.SyncOnReadVariable):
+            return original(self, value)
+        return self._value.assign(tf.cast(value, self._value.dtype), read_value=False)
     if id(self) in trace.local:
         _hold(self, value, trace)
         return None
