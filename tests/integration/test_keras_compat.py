@@ -69,10 +69,6 @@ def shows(*targets):
     return telling
 
 
-def is_needed(target):
-    return {each.target: each.is_needed for each in keras_compat.REPLACEMENTS}[target]
-
-
 @pytest.fixture(autouse=True)
 def installed():
     keras_compat.install()
@@ -396,23 +392,6 @@ OF_OTHER_WORKERS = {
 def test_stock_loss_scaling_ignores_other_workers(target):
     compute, stock, mine = OF_OTHER_WORKERS[target]
     assert (compute(traced=False), compute(traced=True)) == (stock, mine)
-
-
-@shows("LossScaleOptimizer._common_apply")
-def test_stock_loss_scaling_hides_the_kind_of_an_error(monkeypatch):
-    def refuse(*args):
-        raise tfdist.UsageError("optimizer", "it is refused", fix="use another optimizer")
-
-    class Refused(keras.optimizers.SGD):
-        update_step = refuse
-
-    monkeypatch.setattr(ps_compat, "require_by_rows", refuse)
-    hidden = RuntimeError if is_needed("LossScaleOptimizer._common_apply") else tfdist.UsageError
-    for traced, kind in ((False, hidden), (True, tfdist.UsageError)):
-        weight = keras.Variable(np.zeros(7, "float32"))
-        step = stepping(keras.optimizers.LossScaleOptimizer(Refused(0.1)), weight, traced=traced)
-        with pytest.raises(kind, match="it is refused"):
-            step(tf.ones([7]))
 
 
 UPDATES = {

@@ -28,7 +28,7 @@ LINES = {
     "data": 2_669,
     "checkpoint": 2_780,
     "training": 8_481,
-    "ps, pipeline": 4_918,
+    "ps, pipeline": 4_903,
     "elastic": 1_701,
     "tuning": 2_972,
     "serving": 3_053,

@@ -152,21 +152,6 @@ def _take_sum(part: Any) -> tf.Tensor:
     return mine
 
 
-# Check before the condition on finite gradients: in it, Keras turns any error into RuntimeError.
-@replaces(
-    LossScaleOptimizer,
-    "_common_apply",
-    issue=f"{_KERAS}/optimizers/loss_scale_optimizer.py#L231",
-    until=(3, 16),
-)
-def _about_to_unscale(
-    original: Original, trace: StepTrace, self: Any, grads: Any, trainable_variables: Any = None
-) -> Any:
-    inner = self.inner_optimizer
-    require_by_rows(inner, trainable_variables or inner._trainable_variables)
-    return original(self, grads, trainable_variables)
-
-
 @replaces(BaseOptimizer, "_backend_apply_gradients", issue=f"{_BASE}#L535")
 def _about_to_update(
     original: Original, trace: StepTrace, self: Any, grads: Any, trainable_variables: Any
