@@ -27,7 +27,7 @@ LINES = {
     "strategy": 3_281,
     "data": 2_669,
     "checkpoint": 2_780,
-    "training": 8_481,
+    "training": 8_482,
     "ps, pipeline": 4_903,
     "elastic": 1_701,
     "tuning": 2_972,

@@ -6,6 +6,7 @@ step, and is traced once. An `Engine` runs step blocks of a program under one ki
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -86,12 +87,12 @@ class StepObserver(Protocol):
         """
 
 
-class RunObserver(keras.callbacks.Callback):
+class RunObserver(keras.callbacks.Callback, abc.ABC):
     """Callback of `fit` that observes every step of the run."""
 
+    @abc.abstractmethod
     def observe(self, program: StepProgram, job: Job) -> StepObserver:
         """Return the observer of the program's steps. A collective."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
