@@ -262,7 +262,9 @@ def test_an_error_is_reported_once_at_the_default_log_level(tmp_path, monkeypatc
     assert not [line for line in lines if "op_kernel.cc" in line], said
     if does == "kill":
         assert code == 137
-        assert sum("lost worker-1" in line for line in lines) == 1
+        # The launcher names the task that failed first, and may stop the others before they do.
+        assert "worker-1 failed first: killed by SIGKILL" in said
+        assert sum("lost worker-1" in line for line in lines) < 2
         assert len(lines) < 6, lines
     else:
         assert code == 1
