@@ -40,7 +40,7 @@ def test_survivors_continue_and_a_restarted_worker_joins(tmp_path, undisturbed):
         tmp_path / "run",
         *("--workers=3", "--max_restarts=1"),
         FAULTS={"worker-1": ["on_epoch_begin", 1], "worker-2": ["on_epoch_begin", 4]},
-        JOINED="3",
+        JOINED={"3": 3},
     )
     digest = undisturbed[0]
     assert found == {"worker-0": digest, "worker-1": digest}, output
@@ -67,12 +67,27 @@ def test_another_worker_takes_over_from_a_lost_chief(tmp_path, undisturbed, faul
 
 
 @pytest.mark.timeout(2 * DEADLINE_S)
+def test_a_worker_that_has_joined_takes_over_and_admits_another(tmp_path, undisturbed):
+    found, files, output = digests_of(
+        tmp_path / "run",
+        *("--workers=2", "--max_restarts=2"),
+        FAULTS={"worker-1": ["on_epoch_begin", 1], "worker-0": ["on_epoch_begin", 4]},
+        JOINED={"3": 2, "5": 2},
+        BACKUP="1",
+    )
+    assert found == {"worker-0": undisturbed[0], "worker-1": undisturbed[0]}, output
+    assert files == undisturbed[1], output
+    assert "takes over at step" in output
+    assert "as attempt 2" not in output
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
 def test_two_hosts_compute_the_same_bits_after_losses(tmp_path, undisturbed):
     found, files, output = digests_of(
         tmp_path / "run",
         *("--hosts=127.0.0.1:1,127.0.0.2:2", "--on=local", "--max_restarts=1"),
         FAULTS={"worker-1": ["on_epoch_begin", 1], "worker-0": ["on_epoch_begin", 4]},
-        JOINED="3",
+        JOINED={"3": 3},
     )
     assert found == {"worker-1": undisturbed[0], "worker-2": undisturbed[0]}, output
     assert files == undisturbed[1], output
@@ -84,7 +99,7 @@ def test_two_hosts_compute_the_same_bits_after_losses(tmp_path, undisturbed):
 @pytest.mark.timeout(2 * DEADLINE_S)
 def test_resizing_a_job_adds_and_removes_workers(tmp_path, undisturbed):
     found, files, output = digests_of(
-        tmp_path / "run", "--workers=3", RESIZES={"1": 1, "2": 4}, JOINED="2"
+        tmp_path / "run", "--workers=3", RESIZES={"1": 1, "2": 4}, JOINED={"3": 2}
     )
     assert set(found.values()) == {undisturbed[0]}, output
     assert len(found) > 1, output

@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 import types
+import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -482,6 +483,23 @@ def test_a_joining_task_gets_values_unchanged_by_the_program(monkeypatch):
         expected = np.arange(5000.0)
         np.testing.assert_array_equal(array.view(np.float64)[:5000], expected)
         np.testing.assert_array_equal(summed, expected)
+
+
+def test_a_task_that_has_joined_teaches_the_next_one():
+    """It keeps what it has learnt, and no result of the loop."""
+    launcher, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pupil, teacher = socket.socketpair()
+    with launcher, end, pupil, teacher:
+        mesh = Mesh(end, 0, ["worker-0"])
+        _send_lesson(teacher, [(zlib.crc32(b" [('float64', (1,))]"), (1,), [np.full(1, 7.0)])])
+        socket.send_fds(launcher, [b'{"join": 1}'], [pupil.fileno()])
+        assert mesh.sum(np.ones(1)) == [7.0]
+        assert mesh.begin_loop()
+        mesh.go_online()
+        go = {"members": [0], "here": [0], "done": 0, "source": 0, "behind": [], "joining": []}
+        for message in ({"view": 1}, {"go": 1, **go}):
+            launcher.send(json.dumps(message).encode())
+        assert lesson_of(launcher, mesh, 3) == [7.0]
 
 
 def test_members_continue_if_a_joining_task_reads_slowly():

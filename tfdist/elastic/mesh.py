@@ -151,7 +151,7 @@ class Mesh(Members):
                 fix="start the job again. Each start must run the same calls before the loop",
                 code="other-start",
             )
-            self._replay, self.is_offline = None, True
+            self._replay, self._log, self.is_offline = None, None, True
             return True
         if self._log is not None:
             self._lesson, self._log = self._log, None
@@ -244,15 +244,16 @@ class Mesh(Members):
             return True
         try:
             with self._teacher(fds) as teacher:
-                self._replay = _read_lesson(teacher)
+                self._lesson = _read_lesson(teacher)
         except InterruptedError:
             return False
         except OSError:
             if not fds:  # the network failed, or the teacher's host
                 self._say(ready=True)
             return False
-        if self._replay is None:
+        if self._lesson is None:
             self._wait_for_the_end()
+        self._replay = deque(self._lesson or ())
         return True
 
     @property
@@ -745,9 +746,9 @@ def _send_lesson(pupil: socket.socket, lesson: Sequence[_Result] | None) -> None
             pupil.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def _read_lesson(teacher: socket.socket) -> deque[_Result] | None:
+def _read_lesson(teacher: socket.socket) -> list[_Result] | None:
     """Return the results of the operations before the loop, or `None` if it is over."""
-    stream, lesson = teacher.makefile("rb"), deque[_Result]()
+    stream, lesson = teacher.makefile("rb"), list[_Result]()
     size = int.from_bytes(head := stream.read(8), "little")
     text = stream.read(size)
     if len(head) < 8 or len(text) < size:

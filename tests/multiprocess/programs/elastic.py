@@ -1,9 +1,9 @@
 """Trains a small CNN in an elastic job. Workers kill themselves where FAULTS says so, each once.
 
 FAULTS maps a worker to a hook and to the epoch, in its process, at which it dies there. "save" is a
-hook, too. RESIZES maps an epoch to a number of workers, which the chief asks for. With JOINED, the
-chief waits at the begin of epoch 3 until the job has this number of workers, or another one knocks.
-At its end, the chief prints a digest of the files that the job has written. EPOCHS is the number of
+hook, too. RESIZES maps an epoch to a number of workers, which the chief asks for. JOINED maps an
+epoch to a number of workers, for which the chief waits at the epoch's begin. A worker that knocks
+ends the wait. At its end, the chief prints a digest of the files that the job has written. EPOCHS is the number of
 epochs. Each worker writes its process id to a file of the run directory.
 """
 
@@ -23,7 +23,7 @@ from tfdist.strategy import current_job
 
 FAULTS = json.loads(os.environ.get("FAULTS", "{}"))
 RESIZES = json.loads(os.environ.get("RESIZES", "{}"))
-JOINED = int(os.environ.get("JOINED", "0"))
+JOINED = json.loads(os.environ.get("JOINED", "{}"))
 EPOCHS = int(os.environ.get("EPOCHS", "6"))
 ME = "worker-{index}".format(**json.loads(os.environ["TF_CONFIG"])["task"])
 
@@ -46,7 +46,8 @@ class Faults(keras.callbacks.Callback):
             words = ["-m", "tfdist.workers", str(tfdist.run_dir()), str(RESIZES[str(epoch)])]
             subprocess.run([sys.executable, *words], check=True)
         mesh = current_job().ring
-        while epoch == 3 and tfdist.is_chief() and not mesh.knocking and len(mesh.members) < JOINED:
+        wanted = JOINED.get(str(epoch), 0)
+        while tfdist.is_chief() and not mesh.knocking and len(mesh.members) < wanted:
             mesh._hear(wait=True)
 
     def on_test_begin(self, logs=None):
