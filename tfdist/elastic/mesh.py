@@ -27,6 +27,7 @@ import numpy as np
 
 from tfdist import phases
 from tfdist.elastic.host_links import LESSON, NOT_NOW, HostLinks
+from tfdist.elastic.shared_sums import SharedSums
 from tfdist.elastic.shards import Array, Block, aligned_like, blocks_of, shards_of, tree_sum
 from tfdist.errors import require
 from tfdist.strategy.ring import (
@@ -91,6 +92,8 @@ class Mesh(Members):
         self._announced = 0
         self._go: tuple[dict[str, Any], list[int]] | None = None
         self._peers: dict[int, socket.socket] = {}
+        self._shared: SharedSums | None = None
+        """Memory of the members, `None` if there is one member or several hosts."""
         self._last: list[Array] = []
         self._at_work = threading.Lock()
         self._log: list[_Result] | None = []
@@ -289,8 +292,10 @@ class Mesh(Members):
             own = shards_of(rank, members=count, shards=shards)
             self._compute(own, compute, computed)
             leaves = {(s, s + 1): computed[s] for s in own}
-            mine = {b: tree_sum(leaves, *b) for b in blocks_of(own, shards=shards)}
             like = computed[next(iter(computed))] if computed else compute(0)
+            if self._shared is not None:
+                return self._summed_in_memory(self._shared, like, leaves, shards, of=of)
+            mine = {b: tree_sum(leaves, *b) for b in blocks_of(own, shards=shards)}
             return self._tree(like, mine, rank, count, shards, of=of)
 
         return self._run(attempt, of=of, agrees=True)
@@ -506,6 +511,8 @@ class Mesh(Members):
                 for end in self._peers.values():
                     end.setblocking(False)
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+                if others and not far:
+                    self._shared = SharedSums(self._member, self._peers, self._wait_for)
                 return self._caught_up(go)
 
     def _enter_next(self) -> None:
@@ -531,6 +538,7 @@ class Mesh(Members):
         return self._receive_arrays(go["source"]) if self._member in behind else None
 
     def _drop_peers(self) -> None:
+        self._shared = None
         for end in self._peers.values():
             end.close()
         self._peers = {}
@@ -606,6 +614,39 @@ class Mesh(Members):
             },
         )
         return totals
+
+    def _summed_in_memory(
+        self,
+        shared: SharedSums,
+        like: Sequence[Array],
+        leaves: Mapping[Block, Sequence[Array]],
+        shards: int,
+        *,
+        of: str,
+    ) -> list[Array]:
+        """Sum over all members' subtrees, which each member writes to its shared memory."""
+        count = len(self.members)
+        blocks = {
+            member: blocks_of(shards_of(rank, members=count, shards=shards), shards=shards)
+            for rank, member in enumerate(self.members)
+        }
+        most = max(map(len, blocks.values()))
+        if not shared.fits(like, most):
+            self._agree(of, {})
+            try:
+                shared.share(like, most)
+            except OSError:
+                raise self._broken() from None
+        arrays_of = shared.begin(like)
+        parts = {
+            block: arrays_of(member, number)
+            for member, theirs in blocks.items()
+            for number, block in enumerate(theirs)
+        }
+        for block in blocks[self._member]:
+            tree_sum(leaves, *block, out=parts[block])
+        self._agree(of, {})
+        return tree_sum(parts, 0, shards, out=[aligned_like(array) for array in like])
 
     def _gathered(
         self, computed: Mapping[int, Sequence[Array]], owners: Mapping[int, int]
@@ -719,6 +760,9 @@ class Mesh(Members):
                 poll.register(end, flags)
         poll.poll()
         self._hear()
+
+    def _wait_for(self, peer: int) -> None:
+        self._wait({}, {peer: deque([memoryview(b"")])})
 
 
 def _counted(arrays: Sequence[Array]) -> Iterator[Array]:
