@@ -21,14 +21,15 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tfdist import phases
 from tfdist.elastic.host_links import LESSON, NOT_NOW, HostLinks
-from tfdist.elastic.shared_sums import SharedSums
 from tfdist.elastic.shards import Array, Block, aligned_like, blocks_of, shards_of, tree_sum
+from tfdist.elastic.shared_sums import SharedSums
 from tfdist.errors import require
 from tfdist.strategy.ring import (
     BUFFER_BYTES,
@@ -94,7 +95,10 @@ class Mesh(Members):
         self._peers: dict[int, socket.socket] = {}
         self._shared: SharedSums | None = None
         """Memory of the members, `None` if there is one member or several hosts."""
-        self._last: list[Array] = []
+        self._last: Callable[[], list[Array]] = list
+        """Function that returns the result of the last operation."""
+        self._in_memory: Callable[[], list[Array]] | None = None
+        """This function for a result in shared memory, where it is until the operation after."""
         self._at_work = threading.Lock()
         self._log: list[_Result] | None = []
         """Results of operations before the training loop: the lesson for tasks that join later."""
@@ -291,10 +295,10 @@ class Mesh(Members):
             rank, count = self.members.index(self._member), len(self.members)
             own = shards_of(rank, members=count, shards=shards)
             self._compute(own, compute, computed)
-            leaves = {(s, s + 1): computed[s] for s in own}
-            like = computed[next(iter(computed))] if computed else compute(0)
             if self._shared is not None:
-                return self._summed_in_memory(self._shared, like, leaves, shards, of=of)
+                return self._summed_in_memory(self._shared, compute, computed, shards, of=of)
+            like = computed[next(iter(computed))] if computed else compute(0)
+            leaves = {(s, s + 1): computed[s] for s in own}
             mine = {b: tree_sum(leaves, *b) for b in blocks_of(own, shards=shards)}
             return self._tree(like, mine, rank, count, shards, of=of)
 
@@ -366,6 +370,7 @@ class Mesh(Members):
         try:
             if self._is_on_its_own():
                 return self._repeated(attempt, of)
+            self._in_memory = None
             result = self._until_done(attempt, of, agrees=agrees)
         except OSError as error:
             self._leave(str(error))
@@ -374,7 +379,7 @@ class Mesh(Members):
             phases.set_at_sum(False)
             self._at_work.release()
         self.done += 1
-        self._last, self._state = result, None
+        self._last, self._state = self._in_memory or (lambda: result), None
         if self._log is not None and is_logged:
             self._log.append((zlib.crc32(of.encode()), self.members, result))
         return result
@@ -531,7 +536,7 @@ class Mesh(Members):
                 assert self._state is not None
                 self._send_arrays(peer, self._state())
             for peer in behind:
-                self._send_arrays(peer, self._last)
+                self._send_arrays(peer, self._last())
         if self._member in joining:
             self._received = self._receive_arrays(go["source"])
             self.done = go["done"]
@@ -618,8 +623,8 @@ class Mesh(Members):
     def _summed_in_memory(
         self,
         shared: SharedSums,
-        like: Sequence[Array],
-        leaves: Mapping[Block, Sequence[Array]],
+        compute: Compute,
+        leaves: dict[int, Sequence[Array]],
         shards: int,
         *,
         of: str,
@@ -630,6 +635,7 @@ class Mesh(Members):
             member: blocks_of(shards_of(rank, members=count, shards=shards), shards=shards)
             for rank, member in enumerate(self.members)
         }
+        like = leaves[next(iter(leaves))] if leaves else compute(0)
         most = max(map(len, blocks.values()))
         if not shared.fits(like, most):
             self._agree(of, {})
@@ -643,10 +649,14 @@ class Mesh(Members):
             for member, theirs in blocks.items()
             for number, block in enumerate(theirs)
         }
+        own = {(s, s + 1): arrays for s, arrays in leaves.items()}
         for block in blocks[self._member]:
-            tree_sum(leaves, *block, out=parts[block])
+            tree_sum(own, *block, out=parts[block])
+        del own, like
+        leaves.clear()  # their memory is used again for the totals
         self._agree(of, {})
-        return tree_sum(parts, 0, shards, out=[aligned_like(array) for array in like])
+        self._in_memory = partial(tree_sum, parts, 0, shards)
+        return self._in_memory()
 
     def _gathered(
         self, computed: Mapping[int, Sequence[Array]], owners: Mapping[int, int]
