@@ -200,6 +200,19 @@ def test_bits_do_not_depend_on_the_number_of_members(undisturbed, count):
     assert Job(count).run() == {undisturbed}
 
 
+def test_members_that_run_other_operations_are_refused():
+    def program(mesh: Mesh) -> str:
+        def part(shard: int) -> list[np.ndarray]:
+            return [np.ones(9)]
+
+        is_first = mesh.is_first
+        with pytest.raises(ConnectionError, match=r"worker-[01] runs another sum than"):
+            mesh.sum_shards(part, SHARDS, of="a step") if is_first else mesh.sum(np.ones(9))
+        return "refused"
+
+    assert Job(2, program).run() == {"refused"}
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_survivors_of_random_kills_have_the_same_bits(undisturbed, seed):
     draws = random.Random(seed)

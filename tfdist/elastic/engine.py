@@ -50,6 +50,9 @@ from tfdist.training.program import (
 from tfdist.training.resume import require_deterministic
 from tfdist.training.task_agreement import digest_is_due
 
+_LARGE = 1 << 14
+"""Elements of an array that travels alone."""
+
 
 class ElasticEngine(SynchronousEngine):
     """Runs each step as a sum over the shards of its batch."""
@@ -75,6 +78,7 @@ class ElasticEngine(SynchronousEngine):
             if not shards.is_traced:  # a joining task gets the totals without computing a part
                 shards.part(batches, 0)
             logs = shards.update(batches.step, totals)
+            del totals  # their memory is used again in the next step
             batches.done()
             self._advance_alike(program, step)
         return logs
@@ -186,8 +190,8 @@ class _Batches:
         self._feed, self._job, self._step = program.feed, job, step
         self.step = tf.constant(step, tf.int64)
         self._parts: dict[int, Part] = {}
-        self.computed: dict[int, tuple[list[Array], list[Array]]] = {}
-        """Arrays of each shard: those to add, and the rows of sparse gradients."""
+        self.rows: dict[int, list[Array]] = {}
+        """Rows of sparse gradients of each computed shard: values and indices of each."""
 
     def part(self, shard: int) -> Part | None:
         """Return the part of a shard, or `None` if the compiled step makes it."""
@@ -219,6 +223,9 @@ class _Layout:
       statistics: Variables that the step writes without an optimizer.
       metrics: Variables of the metrics.
       logs: Names of the logs.
+      large: Numbers of the arrays that travel alone.
+      small: Numbers of the arrays of each type that travel as one.
+      shapes: Shape of each array.
     """
 
     optimizer: Any = None
@@ -227,6 +234,33 @@ class _Layout:
     statistics: Sequence[Any] = ()
     metrics: Sequence[Any] = ()
     logs: Sequence[str] = ()
+    large: Sequence[int] = ()
+    small: Sequence[Sequence[int]] = ()
+    shapes: Sequence[tf.TensorShape] = ()
+
+    def join(self, arrays: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Join the small arrays of each type, because each array costs calls in Python; in graph.
+
+        The dense gradients come first.
+        """
+        self.shapes = [array.shape for array in arrays]
+        small: dict[str, list[int]] = {}
+        for number, array in enumerate(arrays):
+            if (array.shape.num_elements() or _LARGE) < _LARGE:
+                small.setdefault(array.dtype.name, []).append(number)
+        self.small = list(small.values())
+        self.large = sorted(set(range(len(arrays))).difference(*self.small))
+        joined = [tf.concat([tf.reshape(arrays[i], [-1]) for i in g], 0) for g in self.small]
+        return [*(arrays[i] for i in self.large), *joined]
+
+    def split(self, joined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Return the arrays of `join`; in graph."""
+        arrays = dict(zip(self.large, joined, strict=False))
+        for group, array in zip(self.small, joined[len(self.large) :], strict=True):
+            shapes = [self.shapes[i] for i in group]
+            parts = tf.split(array, [shape.num_elements() for shape in shapes])
+            arrays.update(zip(group, map(tf.reshape, parts, shapes), strict=True))
+        return [arrays[i] for i in range(len(arrays))]
 
 
 class _Shards:
@@ -263,26 +297,24 @@ class _Shards:
             raise no_sum_in_a_step()
 
     def part(self, batches: _Batches, shard: int) -> list[Array]:
-        """Return the arrays of a shard's part of a step."""
-        return self._arrays(batches, shard)[0]
+        """Compute a shard's part of a step. Return the arrays that are added over the shards."""
+        given = batches.part(shard)
+        arguments = [batches.step, self._numbers[shard]]
+        if given is not None:
+            arguments.append(given)
+        if not self.is_traced:
+            self._trace(*arguments)
+        with adding_in_order():
+            found = [_as_numpy(array) for array in self._compute(*arguments)]
+        first = len(found) - 2 * self.num_sparse
+        batches.rows[shard] = found[first:]
+        return found[:first]
 
     def rows(self, batches: _Batches, shard: int) -> list[Array]:
         """Return the rows of a shard's sparse gradients: values and indices of each."""
-        return self._arrays(batches, shard)[1]
-
-    def _arrays(self, batches: _Batches, shard: int) -> tuple[list[Array], list[Array]]:
-        if shard not in batches.computed:
-            given = batches.part(shard)
-            arguments = [batches.step, self._numbers[shard]]
-            if given is not None:
-                arguments.append(given)
-            if not self.is_traced:
-                self._trace(*arguments)
-            with adding_in_order():
-                found = [_as_numpy(array) for array in self._compute(*arguments)]
-            first = len(found) - 2 * self.num_sparse
-            batches.computed[shard] = found[:first], found[first:]
-        return batches.computed[shard]
+        if shard not in batches.rows:
+            self.part(batches, shard)
+        return batches.rows[shard]
 
     def _trace(self, *arguments: Any) -> None:
         """Trace the step. Trace it again if the batch axes of its losses are needed."""
@@ -312,8 +344,8 @@ class _Shards:
 
     def compile(self) -> None:
         """Compile both functions with the first batch. This changes no variable."""
-        dense, rows = self._arrays(_Batches(self._program, self._job, 0), 0)
-        self._trace_update([*dense, *rows])
+        batches = _Batches(self._program, self._job, 0)
+        self._trace_update([*self.part(batches, 0), *self.rows(batches, 0)])
 
     def _trace_update(self, totals: Sequence[Array]) -> Callable[..., list[tf.Tensor]]:
         """Return the function that updates the variables from sums of these shapes and types."""
@@ -328,9 +360,9 @@ class _Shards:
         """Update the variables from the sums over all shards, and return the step's logs."""
         apply = self._apply or self._trace_update(totals)
         dense = list(self._layout.forms).count("dense")
-        gradients, others = map(as_tensor, totals[:dense]), map(tf.constant, totals[dense:])
+        first = sum(number < dense for number in self._layout.large)
         with adding_in_order():
-            values = apply(step, *gradients, *others)
+            values = apply(step, *map(as_tensor, totals[:first]), *map(tf.constant, totals[first:]))
         return {name: as_number(v) for name, v in zip(self._layout.logs, values, strict=True)}
 
     def _part(
@@ -418,6 +450,7 @@ class _Shards:
             )
             arrays += [found[0][name] for name in layout.logs]
         self._layout = layout
+        arrays = layout.join(arrays)
         return arrays + [part for slices in sparse for part in (slices.values, slices.indices)]
 
     def _outputs(self, step: tf.Tensor, shard: tf.Tensor, given: Part | None) -> list[tf.Tensor]:
@@ -434,7 +467,7 @@ class _Shards:
     def _update(self, step: tf.Tensor, *totals: tf.Tensor) -> list[tf.Tensor]:
         """Update the variables, and return the logs; in graph."""
         layout, first = self._layout, len(totals) - 2 * self.num_sparse
-        rest, rows = iter(totals[:first]), iter(totals[first:])
+        rest, rows = iter(layout.split(totals[:first])), iter(totals[first:])
 
         def in_replica() -> None:
             if layout.optimizer is None:

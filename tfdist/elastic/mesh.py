@@ -21,6 +21,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ import numpy as np
 from tfdist import phases
 from tfdist.elastic.host_links import LESSON, NOT_NOW, HostLinks
 from tfdist.elastic.shards import Array, Block, aligned_like, blocks_of, shards_of, tree_sum
+from tfdist.elastic.shared_sums import SharedSums
 from tfdist.errors import require
 from tfdist.strategy.ring import (
     BUFFER_BYTES,
@@ -91,7 +93,12 @@ class Mesh(Members):
         self._announced = 0
         self._go: tuple[dict[str, Any], list[int]] | None = None
         self._peers: dict[int, socket.socket] = {}
-        self._last: list[Array] = []
+        self._shared: SharedSums | None = None
+        """Memory of the members, `None` if there is one member or several hosts."""
+        self._last: Callable[[], list[Array]] = list
+        """Function that returns the result of the last operation."""
+        self._in_memory: Callable[[], list[Array]] | None = None
+        """This function for a result in shared memory, where it is until the operation after."""
         self._at_work = threading.Lock()
         self._log: list[_Result] | None = []
         """Results of operations before the training loop: the lesson for tasks that join later."""
@@ -288,9 +295,11 @@ class Mesh(Members):
             rank, count = self.members.index(self._member), len(self.members)
             own = shards_of(rank, members=count, shards=shards)
             self._compute(own, compute, computed)
+            if self._shared is not None:
+                return self._summed_in_memory(self._shared, compute, computed, shards, of=of)
+            like = computed[next(iter(computed))] if computed else compute(0)
             leaves = {(s, s + 1): computed[s] for s in own}
             mine = {b: tree_sum(leaves, *b) for b in blocks_of(own, shards=shards)}
-            like = computed[next(iter(computed))] if computed else compute(0)
             return self._tree(like, mine, rank, count, shards, of=of)
 
         return self._run(attempt, of=of, agrees=True)
@@ -361,6 +370,7 @@ class Mesh(Members):
         try:
             if self._is_on_its_own():
                 return self._repeated(attempt, of)
+            self._in_memory = None
             result = self._until_done(attempt, of, agrees=agrees)
         except OSError as error:
             self._leave(str(error))
@@ -369,7 +379,7 @@ class Mesh(Members):
             phases.set_at_sum(False)
             self._at_work.release()
         self.done += 1
-        self._last, self._state = result, None
+        self._last, self._state = self._in_memory or (lambda: result), None
         if self._log is not None and is_logged:
             self._log.append((zlib.crc32(of.encode()), self.members, result))
         return result
@@ -506,6 +516,8 @@ class Mesh(Members):
                 for end in self._peers.values():
                     end.setblocking(False)
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+                if others and not far:
+                    self._shared = SharedSums(self._member, self._peers, self._wait_for)
                 return self._caught_up(go)
 
     def _enter_next(self) -> None:
@@ -524,13 +536,14 @@ class Mesh(Members):
                 assert self._state is not None
                 self._send_arrays(peer, self._state())
             for peer in behind:
-                self._send_arrays(peer, self._last)
+                self._send_arrays(peer, self._last())
         if self._member in joining:
             self._received = self._receive_arrays(go["source"])
             self.done = go["done"]
         return self._receive_arrays(go["source"]) if self._member in behind else None
 
     def _drop_peers(self) -> None:
+        self._shared = None
         for end in self._peers.values():
             end.close()
         self._peers = {}
@@ -606,6 +619,44 @@ class Mesh(Members):
             },
         )
         return totals
+
+    def _summed_in_memory(
+        self,
+        shared: SharedSums,
+        compute: Compute,
+        leaves: dict[int, Sequence[Array]],
+        shards: int,
+        *,
+        of: str,
+    ) -> list[Array]:
+        """Sum over all members' subtrees, which each member writes to its shared memory."""
+        count = len(self.members)
+        blocks = {
+            member: blocks_of(shards_of(rank, members=count, shards=shards), shards=shards)
+            for rank, member in enumerate(self.members)
+        }
+        like = leaves[next(iter(leaves))] if leaves else compute(0)
+        most = max(map(len, blocks.values()))
+        if not shared.fits(like, most):
+            self._agree(of, {})
+            try:
+                shared.share(like, most)
+            except OSError:
+                raise self._broken() from None
+        arrays_of = shared.begin(like)
+        parts = {
+            block: arrays_of(member, number)
+            for member, theirs in blocks.items()
+            for number, block in enumerate(theirs)
+        }
+        own = {(s, s + 1): arrays for s, arrays in leaves.items()}
+        for block in blocks[self._member]:
+            tree_sum(own, *block, out=parts[block])
+        del own, like
+        leaves.clear()  # their memory is used again for the totals
+        self._agree(of, {})
+        self._in_memory = partial(tree_sum, parts, 0, shards)
+        return self._in_memory()
 
     def _gathered(
         self, computed: Mapping[int, Sequence[Array]], owners: Mapping[int, int]
@@ -719,6 +770,9 @@ class Mesh(Members):
                 poll.register(end, flags)
         poll.poll()
         self._hear()
+
+    def _wait_for(self, peer: int) -> None:
+        self._wait({}, {peer: deque([memoryview(b"")])})
 
 
 def _counted(arrays: Sequence[Array]) -> Iterator[Array]:

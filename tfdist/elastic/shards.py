@@ -45,10 +45,14 @@ def tree_sum(
 ) -> list[Array]:
     """Return the sum of each array over the shards ``[low, high)``, from subtrees of them.
 
-    `out` receives the sums if the shards are several subtrees.
+    `out` receives the sums. Without it, the sum of one subtree is this subtree itself.
     """
     if (low, high) in parts:
-        return list(parts[low, high])
+        if out is None:
+            return list(parts[low, high])
+        for array, into in zip(parts[low, high], out, strict=True):
+            np.copyto(into, array)
+        return list(out)
     middle = (low + high) // 2
     first, second = tree_sum(parts, low, middle), tree_sum(parts, middle, high)
     out = [aligned_like(array) for array in first] if out is None else out

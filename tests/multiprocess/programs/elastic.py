@@ -3,8 +3,8 @@
 FAULTS maps a worker to a hook and to the epoch, in its process, at which it dies there. "save" is a
 hook, too. RESIZES maps an epoch to a number of workers, which the chief asks for. JOINED maps an
 epoch to a number of workers, for which the chief waits at the epoch's begin. A worker that knocks
-ends the wait. At its end, the chief prints a digest of the files that the job has written. EPOCHS is the number of
-epochs. Each worker writes its process id to a file of the run directory.
+ends the wait. At its end, the chief prints a digest of the files that the job has written. EPOCHS
+is the number of epochs. Each worker writes its process id to a file of the run directory.
 """
 
 import hashlib
