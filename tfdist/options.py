@@ -291,7 +291,7 @@ class JobOptions(_Shape):
     """Seconds after which the job's first `fit` ends the program, for a measurement."""
 
     def __post_init__(self) -> None:
-        check(self, "tfdist.{0.name}", code="TFC019")
+        check(self, "tfdist.{0.name}", code="bad-tf-config")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,7 @@ class JobSettings(_Counts, JobOptions):
     )
 
     def __post_init__(self) -> None:
-        check(self, "{0.variable}", code="ENV001", fix="correct it, or unset it")
+        check(self, "{0.variable}", code="bad-value", fix="correct it, or unset it")
 
 
 # Flags

@@ -61,7 +61,7 @@ def test_a_node_list_is_expanded_like_slurm(text, names):
 @pytest.mark.parametrize("text", WRONG)
 def test_an_invalid_node_list_names_the_variable(text):
     error = refusal(lambda: expand_hosts(text, where="SLURM_STEP_NODELIST"))
-    assert (error.where, error.code) == ("SLURM_STEP_NODELIST", "bad-node-list")
+    assert (error.where, error.code) == ("SLURM_STEP_NODELIST", "bad-value")
     assert str(error).isprintable()
     assert len(str(error)) < 400
 
@@ -80,7 +80,7 @@ def test_counts_are_repeated_by_their_factor():
     counts = {"2(x3),1": [2, 2, 2, 1], "16 ": [16], "1,0,3(x1)": [1, 0, 3]}
     assert {text: expand_counts(text, where="X") for text in counts} == counts
     for text in ("", "2(3)", "2(x0)", "x", "-1", "2,,1", "2(x99999999)"):
-        assert refused(lambda text=text: expand_counts(text, where="X")) == ("X", "bad-node-list")
+        assert refused(lambda text=text: expand_counts(text, where="X")) == ("X", "bad-value")
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_own_addresses_are_bound_to_and_others_refused(monkeypatch):
     assert own_address("127.0.0.2", other="127.0.0.1") == "127.0.0.2"
     for host in ("192.0.2.1", "no-such-host.invalid"):
         refusal = refused(lambda host=host: own_address(host, other="127.0.0.1"))
-        assert refusal == ("--hosts", "not-this-host")
+        assert refusal == ("--hosts", "bad-value")
 
 
 def test_an_elastic_job_may_have_several_hosts():
@@ -108,7 +108,7 @@ def test_an_elastic_job_may_have_several_hosts():
 
 def test_a_missing_openssl_is_an_error_before_the_start(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert refused(certificate) == ("--elastic", "no-openssl")
+    assert refused(certificate) == ("--elastic", "missing-package")
 
 
 def test_an_openssl_that_fails_says_why(monkeypatch, tmp_path):
@@ -196,7 +196,7 @@ def planned_here(environ):
 
 def test_several_launchers_in_a_step_are_refused():
     for start in (planned_here, partial(decided, "--on slurm")):
-        assert refused(lambda start=start: start(step(2))) == ("srun", "launchers-in-a-step")
+        assert refused(lambda start=start: start(step(2))) == ("srun", "nested-launcher")
     for environ in (slurm(3), step(1), {**step(2), "TFDIST_CLUSTER": "none"}):
         assert planned_here(environ) == 0
 
@@ -207,9 +207,9 @@ def test_an_allocation_spreads_tasks_over_its_nodes():
     assert decided("--on slurm --workers 4", slurm(2))[1].slots == (2, 2)
     assert decided("--on slurm --ps 1", slurm(4))[0].workers == 2
     few = refused(lambda: decided("--on slurm --workers 2", slurm(3)))
-    assert few == ("--workers", "too-few-tasks")
+    assert few == ("--workers", "exclusive")
     alone = refused(lambda: decided("--on slurm --strategy single", slurm(3)))
-    assert alone == ("--strategy", "strategy-of-one-host")
+    assert alone == ("--strategy", "exclusive")
 
 
 # What is alike

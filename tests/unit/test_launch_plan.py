@@ -259,7 +259,7 @@ def test_tensorflow_programs_are_forked_without_a_gpu(flag, machine, imports, me
     ],
 )
 def test_more_gpus_than_there_are_is_a_mistake(line, where):
-    assert refused(lambda: planned(line, gpus="01")) == (where, "too-few-gpus")
+    assert refused(lambda: planned(line, gpus="01")) == (where, "devices")
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_a_host_reports_failed_starts_and_missing_ports():
     host._cause = "/logs: read-only"
     ended = host._perform(Start(W1))
     assert (ended.task, ended.status, ended.cause) == (W1, EXIT_USAGE, "/logs: read-only")
-    error = UsageError("ports", "all are taken", fix="", code="no-free-port")
+    error = UsageError("ports", "all are taken", fix="", code="port-taken")
     part, pipe = MagicMock(), Mock(lost="")
     part.ports.renewed.side_effect = [[], error]
     pipe.take_messages.side_effect = [[{"finish": True}]]

@@ -37,16 +37,16 @@ def check_address(address: object, *, where: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
     key = _host_key(host) if _HOST.fullmatch(host) else None
-    wanted, code = "a valid host name or IP address", "TFC010"
+    wanted = "a valid host name or IP address"
     if key is not None:
         if re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65_535:
             return key, int(port)
-        wanted, code = "a port from 1 to 65535", "TFC011"
+        wanted = "a port from 1 to 65535"
     raise UsageError(
         where,
         f"{shown(address)} is not host:port with {wanted}",
         fix='write an address, as in "host:2222" or "[fd00::1]:2222"',
-        code=code,
+        code="bad-value",
     )
 
 
@@ -150,7 +150,7 @@ def expand_counts(text: str, *, where: str) -> list[int]:
                 where,
                 f"{shown(text)} does not give a number for each node, as 2(x3),1 does",
                 fix=f"correct {shown(part)}, or start the job again",
-                code="bad-node-list",
+                code="bad-value",
             )
         counts += [int(match[1])] * times
     return counts
@@ -195,7 +195,7 @@ def _slots(part: str, where: str) -> tuple[str, int]:
 
 
 def _bad_hosts(part: str, where: str, problem: str, fix: str) -> UsageError:
-    return UsageError(where, f"{shown(part)} {problem}", fix=fix, code="bad-hosts")
+    return UsageError(where, f"{shown(part)} {problem}", fix=fix, code="bad-value")
 
 
 def _names(element: str, where: str) -> list[str]:
@@ -233,5 +233,5 @@ def _bad_node_list(text: str, where: str, problem: str) -> UsageError:
         where,
         f"the node list {shown(text)} {problem}",
         fix="write a list such as n[001-010,12],login",
-        code="bad-node-list",
+        code="bad-value",
     )

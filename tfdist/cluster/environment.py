@@ -380,7 +380,7 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
     job_settings = settings.from_environ(environ)
     named = text(environ, CLUSTER)
     fix = "correct the value, or unset the variable"
-    require_one_of(CLUSTER, named or "auto", ("auto", "none", *SOURCES), fix=fix, code="ENV001")
+    require_one_of(CLUSTER, named or "auto", ("auto", "none", *SOURCES), fix=fix, code="bad-value")
     if named == "none":
         return _alone(job_settings)
     if named not in ("", "auto"):
@@ -391,7 +391,7 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
             CLUSTER,
             f"the variables of {named} do not make this process one of several tasks",
             fix=f"start the program as a task of {named}, or unset {CLUSTER}",
-            code="ENV007",
+            code="bad-environment",
         )
     for name, read in SOURCES.items():
         config = read(environ, job_settings)
@@ -417,7 +417,7 @@ def _alone(job_settings: JobSettings) -> TaskConfig | None:
                 f"{value} needs several tasks, but this process is not a task of a job",
                 fix="start the program with srun, mpirun, TFDIST_HOSTS or TF_CONFIG, or unset "
                 f"{where}",
-                code="ENV004",
+                code="exclusive",
             )
     options = part(JobOptions, job_settings)
     if options == JobOptions():
@@ -460,7 +460,7 @@ def _check_size(config: TaskConfig, environ: Mapping[str, str], job_settings: Jo
 
 
 def _disagreement(where: str, problem: str, or_else: str) -> UsageError:
-    return UsageError(where, problem, fix=f"unset {where}, or {or_else}", code="ENV006")
+    return UsageError(where, problem, fix=f"unset {where}, or {or_else}", code="bad-environment")
 
 
 def _missing(where: str, problem: str, fix: str) -> UsageError:
@@ -468,4 +468,4 @@ def _missing(where: str, problem: str, fix: str) -> UsageError:
 
 
 def _contradiction(where: str, problem: str, fix: str) -> UsageError:
-    return UsageError(where, problem, fix=fix, code="ENV007")
+    return UsageError(where, problem, fix=fix, code="bad-environment")

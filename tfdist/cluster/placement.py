@@ -82,7 +82,7 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
                 f"an evaluator cannot join a job of {count} task{'s' * (count > 1)} "
                 f"with strategy {job_settings.strategy}",
                 fix=f"use multiworker or ps with an additional task, or unset {EVALUATOR}",
-                code="ENV004",
+                code="exclusive",
             )
         training = replace(job_settings, evaluator=False)
         return [*task_types(count - 1, job_settings=training), "evaluator"]
@@ -93,7 +93,7 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
                 STRATEGY,
                 f"{job_settings.strategy} runs in one task, but the job has {count}",
                 fix=f"start one task, or set {CLUSTER}=none for {count} separate jobs",
-                code="ENV004",
+                code="exclusive",
             )
         return ["worker"] * count
     if count < ps + 2:
@@ -101,7 +101,7 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
             PS,
             f"a job with {ps} ps needs {ps + 2} tasks (with a chief and a worker), but has {count}",
             fix="start more tasks, or fewer ps",
-            code="ENV004",
+            code="exclusive",
         )
     return ["chief"] + ["worker"] * (count - 1 - ps) + ["ps"] * ps
 
@@ -126,7 +126,7 @@ def _addresses(hosts: Sequence[str], *, first_port: int, among: range | None = N
         PORTS,
         f"{as_text(among)} has {len(among)} ports for {last_port - first_port + 1} tasks on a host",
         fix=f"set {PORTS} to a larger range",
-        code="ENV001",
+        code="bad-value",
     )
 
 
@@ -160,13 +160,13 @@ def _ps_count(job_settings: JobSettings) -> int:
             PS,
             f"{job_settings.ps} parameter servers need {STRATEGY}=ps, not {job_settings.strategy}",
             fix=f"unset {PS}, or set {STRATEGY}=ps",
-            code="ENV004",
+            code="exclusive",
         )
     if kind.has_servers and not job_settings.ps:
         raise UsageError(
             PS,
             f"{STRATEGY}=ps needs at least one parameter server",
             fix=f"set {PS}=1, or another strategy",
-            code="ENV004",
+            code="exclusive",
         )
     return job_settings.ps

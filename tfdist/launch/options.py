@@ -151,13 +151,14 @@ def _check_together(options: LaunchOptions) -> None:
     if stages is not None and workers % stages:
         fix = "make --workers a multiple of --stages, or leave --workers out"
         _refuse("stages", f"{workers} workers cannot form pipelines of {stages} stages", fix)
-    if fewest is not None and options.where == "local" and fewest > workers:
+    are_counted = options.where == "local" or workers > 1  # hosts give the number later
+    if fewest is not None and are_counted and fewest > workers:
         problem = f"{fewest} is more than the {workers} workers of the job"
         _refuse("min_workers", problem, f"use --min_workers {workers}", code="bad-value")
     if options.on == "ray" and options.hosts is not None:
         _refuse("hosts", "Ray selects the hosts", "leave --hosts out, or use --on ssh")
     if options.on == "ssh" and options.hosts is None:
-        _refuse("on", "ssh needs a list of hosts", "give --hosts a:2,b:2", code="no-hosts")
+        _refuse("on", "ssh needs a list of hosts", "give --hosts a:2,b:2", code="no-value")
     mutually_exclusive({"--resume": options.resume, "--run_dir": options.run_dir})
     on_hosts = options.where != "local" or options.hosts is not None
     mutually_exclusive({"--dry_run": options.dry_run, "--on and --hosts": on_hosts})

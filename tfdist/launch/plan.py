@@ -299,7 +299,7 @@ def divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]:
             "--workers" if job.options.devices_per_worker is None else "--devices_per_worker",
             f"{len(workers)} workers with {each} GPUs each need more than {len(gpus)} GPUs",
             fix="use fewer, or set CUDA_VISIBLE_DEVICES=-1 to use CPUs",
-            code="too-few-gpus",
+            code="devices",
         )
     visible = dict.fromkeys(here, "-1")
     for number, task in enumerate(workers):

@@ -131,13 +131,6 @@ def decided_group(
         hosts = slurm_nodes(environ)
         slots = _divided(options, num_hosts=len(hosts))
     options = _with_counts(options, total=sum(slots))
-    require(
-        options.min_workers is None or options.min_workers <= options.workers,
-        "--min_workers",
-        f"{options.min_workers} is more than the {options.workers} workers of the job",
-        fix=f"use --min_workers {options.workers}",
-        code="out-of-range",
-    )
     if on == "slurm" and (node := environ.get("SLURMD_NODENAME")):
         is_here = placement.same_host(hosts[0], node)
     else:
@@ -184,7 +177,7 @@ def certificate() -> str:
             "--elastic",
             f"an elastic job on several hosts encrypts its tensors, but openssl fails: {lines[-1]}",
             fix="make the program openssl work on this machine",
-            code="no-openssl",
+            code="missing-package",
         ) from None
 
 
@@ -221,7 +214,7 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
         "--hosts",
         f"the chief, a worker and {options.num_ps} ps need {others + 1} tasks, got {total}",
         fix="list more slots, or use fewer ps",
-        code="too-few-tasks",
+        code="exclusive",
     )
     return dataclasses.replace(options, strategy=kind.name, workers=total - others)
 
@@ -233,7 +226,7 @@ def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
         "--strategy",
         f"{kind} runs only on one host",
         fix="use multiworker or ps, or leave --on out to run on this node",
-        code="strategy-of-one-host",
+        code="exclusive",
     )
     others = 1 + options.num_ps if kind.has_servers else 0
     workers = options.workers if options.workers > 1 else max(1, num_hosts - others)
@@ -243,7 +236,7 @@ def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
         "--workers",
         f"{num_hosts} hosts need at least {num_hosts} tasks, but the job has only {total}",
         fix=f"use --workers {num_hosts - others}, or fewer nodes",
-        code="too-few-tasks",
+        code="exclusive",
     )
     each, more = divmod(total, num_hosts)
     return tuple(each + (rank < more) for rank in range(num_hosts))
@@ -257,7 +250,7 @@ def slurm_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
         "--on slurm",
         "the launcher is not in a Slurm job (SLURM_JOB_NODELIST is not set)",
         fix="start it in an sbatch script, or after salloc -N2",
-        code="no-allocation",
+        code="no-cluster",
     )
     refuse_launchers_in_a_step(environ)
     return tuple(expand_hosts(nodes, where="SLURM_JOB_NODELIST"))
@@ -274,7 +267,7 @@ def refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
         f"the Slurm step has {count} launchers, but one launcher starts the agents of all nodes",
         fix="write python -m tfdist.launch --on slurm without srun in the batch script, or set "
         f"{CLUSTER}=none for {count} separate jobs",
-        code="launchers-in-a-step",
+        code="nested-launcher",
     )
 
 
@@ -313,7 +306,7 @@ def own_address(host: str, *, other: str) -> str:
         "--hosts",
         f"{shown(host)} is the name of this machine in the list, but {fault}",
         fix="correct the name, /etc/hosts or DNS",
-        code="not-this-host",
+        code="bad-value",
     )
 
 

@@ -102,7 +102,7 @@ class Team:
                 "--hosts",
                 f"{both} have one address, {address}",
                 fix="list each host once, with all its tasks",
-                code="bad-hosts",
+                code="bad-value",
             )
 
     def _addresses(self) -> dict[int, str]:
