@@ -285,6 +285,12 @@ class JobOptions(_Shape):
         strategies=kinds_that("is_elastic"),
         identifies=True,
     )
+    ports: str | None = option(
+        None,
+        "ports that the tasks may use on each host, as 20000-20100 (default: any)",
+        variable=PORTS,
+        submit="",
+    )
     control: str | None = option(None)
     """Name of the launcher's socket for the members of an elastic job."""
     probe_s: float | None = option(None, above=0)
@@ -318,14 +324,7 @@ class _Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings(_Counts, JobOptions):
-    """Settings of a job from its ``TFDIST_*`` variables: options, number of ps, and ports."""
-
-    ports: str | None = option(
-        None,
-        "ports that the tasks may use on each host, as 20000-20100 (default: any)",
-        variable=PORTS,
-        submit="",
-    )
+    """Settings of a job from its ``TFDIST_*`` variables: options and number of ps."""
 
     def __post_init__(self) -> None:
         check(self, "{0.variable}", code="bad-value", fix="correct it, or unset it")

@@ -8,7 +8,7 @@ import pytest
 from tests.refusals import refused
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
-from tfdist.launch.job_run import run_job, with_variables
+from tfdist.launch.job_run import run_job
 from tfdist.launch.multihost.agents import shell_of
 from tfdist.launch.multihost.host_agreement import passed_variables, without_secrets
 from tfdist.launch.multihost.hosts import (
@@ -144,16 +144,6 @@ def test_the_values_of_secrets_are_marked():
     args = ["--lr", "0.1", f"--api_key={SECRET}", "--token", SECRET, "x"]
     shown = without_secrets(args)
     assert shown == ["--lr", "0.1", "--api_key=<secret>", "--token", "<secret>", "x"]
-
-
-# Ports
-
-
-def test_the_ports_flag_overrides_the_variable():
-    environ = {"TFDIST_PORTS": "20000-20003"}
-    for line, ports in (("", range(20000, 20004)), ("--ports 7-9", range(7, 10))):
-        assert with_variables(parse(line.split()), environ).port_range == ports
-    assert with_variables(parse([]), {}).port_range is None
 
 
 # Slurm

@@ -396,7 +396,7 @@ UNUSED = {"TFDIST_PORTS": "20000-20100", "TFDIST_RESTARTS": "1", "TFDIST_CLUSTER
     "TFDIST_HOSTS": "a,b",
     "TFDIST_STRATEGY": "ps",
     "TFDIST_RUN_DIR": " ",
-}  # the first three are read
+}  # TFDIST_RESTARTS and TFDIST_CLUSTER are read
 SAID = {
     "TF_CONFIG: ignored": [
         told({"worker": ["a:1"]}),
@@ -404,7 +404,9 @@ SAID = {
         told(SEVERAL, TFDIST_JOB="mark"),  # a launcher inside a task of another
         {"TF_CONFIG": "no JSON"},
     ],
-    "TFDIST_STRATEGY, TFDIST_HOSTS: ignored, because the launcher reads only its flags": [UNUSED],
+    "TFDIST_STRATEGY, TFDIST_PORTS, TFDIST_HOSTS: ignored, because the launcher reads only its flags": [
+        UNUSED
+    ],
     "": [
         *({}, {"TF_CONFIG": " "}, {"TFDIST_JOB": "x"}),
         told(SEVERAL, TFDIST_CLUSTER="none"),

@@ -23,6 +23,7 @@ from tfdist.options import (
     STAGES,
     STRATEGY,
     UNCOUNTED_RESTARTS,
+    JobOptions,
     JobSettings,
     Option,
     table,
@@ -56,9 +57,9 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
     return settings
 
 
-def ports_of(settings: JobSettings) -> range | None:
+def ports_of(options: JobOptions) -> range | None:
     """Return the ports that tasks may use, `None` for any. Raise UsageError if they are invalid."""
-    return None if settings.ports is None else parse_ports(settings.ports, where=PORTS)
+    return None if options.ports is None else parse_ports(options.ports, where=PORTS)
 
 
 def _value(option: Option, value: str) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfdist.cluster import Task, settings, tf_config
-from tfdist.cluster.ports import PortPool, as_text, parse_ports
+from tfdist.cluster.ports import PortPool
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.files import write_json
 from tfdist.launch.agent import lock_host
@@ -82,9 +82,9 @@ from tfdist.launch.run_dir import (
 from tfdist.launch.screen import JobScreen, standard_screen
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
-from tfdist.options import CLUSTER, LAUNCHED, PORTS, RESTARTS, UNCOUNTED_RESTARTS
+from tfdist.options import CLUSTER, LAUNCHED, RESTARTS, UNCOUNTED_RESTARTS
 
-_READ = (CLUSTER, PORTS, RESTARTS, UNCOUNTED_RESTARTS)
+_READ = (CLUSTER, RESTARTS, UNCOUNTED_RESTARTS)
 
 
 def run_job(
@@ -111,7 +111,7 @@ def run_job(
     if (run_dir := continued_run(options, environ)) and options.verbosity >= 0:
         _remark(f"continuing {shown(run_dir)}")
     run_dir, given = run_dir or chosen_run_dir(options.run_dir, environ), options
-    options, group = with_variables(options, environ), None
+    group = None
     if options.where == "local" and options.hosts is None:
         refuse_launchers_in_a_step(environ)
     else:
@@ -217,14 +217,6 @@ def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
 
 def _remark(line: str) -> None:
     print(f"[launch] {line}", file=sys.stderr, flush=True)
-
-
-def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
-    """Return the options, with the ports of TFDIST_PORTS if ``--ports`` is not set."""
-    ports = settings.text(environ, PORTS)
-    if options.ports is not None or not ports:
-        return options
-    return dataclasses.replace(options, ports=as_text(parse_ports(ports, where=PORTS)))
 
 
 def _show(job: JobDescription) -> int:

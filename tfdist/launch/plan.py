@@ -27,7 +27,7 @@ from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
 from tfdist.launch.multihost.host_agreement import without_secrets
 from tfdist.launch.options import LaunchOptions, Program, StartMethod
-from tfdist.options import PORTS, RESTARTS, JobOptions, part
+from tfdist.options import RESTARTS, JobOptions, part
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SPARE_THREADS = 2  # in addition to one thread per worker that may block
@@ -213,8 +213,6 @@ def _process(
 ) -> ProcessSpec:
     options, task, program = job.options, config.task, job.options.program
     forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
-    if options.ports is not None:
-        forced[PORTS] = options.ports
     if attempt.restarts:  # in addition to the scheduler's restarts
         before = settings.integer(job.environ, RESTARTS) or 0
         forced[RESTARTS] = f"{before + attempt.restarts}"
