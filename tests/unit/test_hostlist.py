@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.refusals import refusal, refused
-from tfdist.cluster.address import MAX_HOSTS, expand_counts, expand_hosts, parse_hosts
+from tfdist.cluster.address import expand_counts, expand_hosts, parse_hosts
 from tfdist.errors import UsageError
 
 # What `scontrol show hostnames` of Slurm 22.05 prints for each.
@@ -48,8 +48,7 @@ WRONG = [
     *("n[1,,2]", "n[1-]", "n[-1]", "n[3-1]", "n[a-b]", "n[1-2-3]", "n[1-2]]", "n[[1-2]]"),
     *("n[1[2][3]],m[4-5]", "n[[1][2]],m[4],m[5]", "n[1 -2]", "n1 n2", "(n1,n2)", "n1\nn2"),
     *("n[1-2],,n3", "n[1-2]n3]", "n[1-2],m],o[3]", "m,n[1-2],,o[3]", "m[1-2],n[1,3-2]"),
-    *("n[٣]", f"n[{'7' * 19}]", f"n[1-{MAX_HOSTS + 1}]", f"n[1-{10**30}]"),
-    *("n[1-2000][1-2000]", "n[0-1048575],n1,n[1-2]"),
+    *("n[٣]", f"n[{'7' * 19}]", f"n[1-{10**17}]", f"n[1-{10**30}]"),
 ]
 
 
