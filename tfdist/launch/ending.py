@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import settings
-from tfdist.errors import EXIT_FAILED, EXIT_USAGE, TfdistError, UsageError, named
+from tfdist.errors import EXIT_FAILED, EXIT_USAGE, TfdistError, named
 from tfdist.files import is_held
 from tfdist.launch.events import STOP_CODES
 from tfdist.launch.live import LIVE_FILE
 from tfdist.launch.multihost.host_agreement import without_secrets
-from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions
+from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions, refuse
 from tfdist.launch.run_dir import REPORT_FILE, RUNS, earlier_attempts, slurm_prefix
 from tfdist.options import LaunchFlags, names_of, table
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
@@ -64,12 +64,8 @@ def continued_run(options: LaunchOptions, environ: Mapping[str, str]) -> Path | 
         runs = _runs_of(options, "*")
         runs = [run for run in runs if _read(run / REPORT_FILE)["exit_code"] != 0]
         if not runs:
-            raise UsageError(
-                "--resume",
-                f"{RUNS}/ has no unfinished run of this command",
-                fix="leave --resume out to start a new run, or name a run with --run_dir",
-                code="no-run",
-            )
+            fix = "leave --resume out to start a new run, or name a run with --run_dir"
+            refuse("resume", f"{RUNS}/ has no unfinished run of this command", fix, code="no-run")
         return max(runs, key=_progress)
     if options.run_dir is None and settings.integer(environ, "SLURM_RESTART_COUNT"):
         return max(_runs_of(options, f"{slurm_prefix(environ)}*"), key=_progress, default=None)

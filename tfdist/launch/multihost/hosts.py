@@ -29,7 +29,7 @@ from tfdist.cluster.address import expand_hosts, is_loopback, parse_hosts, shown
 from tfdist.cluster.ports import PortPool
 from tfdist.errors import UsageError, require
 from tfdist.launch.multihost import host_agreement, on_ray
-from tfdist.launch.options import LaunchOptions, Program
+from tfdist.launch.options import LaunchOptions, Program, refuse
 from tfdist.launch.plan import JobDescription
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
@@ -137,13 +137,10 @@ def decided_group(
         is_here = on == "local" or (on != "ray" and is_this_host(hosts[0], environ))
     if len(hosts) == 1 and is_here:
         return dataclasses.replace(options, hosts=None, on=None, rsh=None, env=None), None
-    require(
-        not options.isolate,
-        "--isolate",
-        f"a job on {len(hosts)} hosts cannot run in a network namespace of this machine",
-        fix="leave it out, and let only the hosts of the job reach its ports (firewall)",
-        code="exclusive",
-    )
+    if options.isolate:
+        problem = f"a job on {len(hosts)} hosts cannot run in a network namespace of this machine"
+        fix = "leave it out, and let only the hosts of the job reach its ports (firewall)"
+        refuse("isolate", problem, fix)
     if not is_here:
         hosts, slots = (LAUNCHER, *hosts), (0, *slots)
     kind = options.kind
@@ -209,35 +206,23 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
     if kind is AUTO and total > 1:
         kind = KINDS["multiworker"]
     others = 1 + options.num_ps if kind.has_servers else 0
-    require(
-        total > others,
-        "--hosts",
-        f"the chief, a worker and {options.num_ps} ps need {others + 1} tasks, got {total}",
-        fix="list more slots, or use fewer ps",
-        code="exclusive",
-    )
+    if total <= others:
+        problem = f"the chief, a worker and {options.num_ps} ps need {others + 1} tasks"
+        refuse("hosts", f"{problem}, got {total}", "list more slots, or use fewer ps")
     return dataclasses.replace(options, strategy=kind.name, workers=total - others)
 
 
 def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
     kind = options.kind
-    require(
-        not kind.is_one_process,
-        "--strategy",
-        f"{kind} runs only on one host",
-        fix="use multiworker or ps, or leave --on out to run on this node",
-        code="exclusive",
-    )
+    if kind.is_one_process:
+        fix = "use multiworker or ps, or leave --on out to run on this node"
+        refuse("strategy", f"{kind} runs only on one host", fix)
     others = 1 + options.num_ps if kind.has_servers else 0
     workers = options.workers if options.workers > 1 else max(1, num_hosts - others)
     total = workers + others
-    require(
-        total >= num_hosts,
-        "--workers",
-        f"{num_hosts} hosts need at least {num_hosts} tasks, but the job has only {total}",
-        fix=f"use --workers {num_hosts - others}, or fewer nodes",
-        code="exclusive",
-    )
+    if total < num_hosts:
+        problem = f"{num_hosts} hosts need at least {num_hosts} tasks, but the job has only {total}"
+        refuse("workers", problem, f"use --workers {num_hosts - others}, or fewer nodes")
     each, more = divmod(total, num_hosts)
     return tuple(each + (rank < more) for rank in range(num_hosts))
 
@@ -245,13 +230,10 @@ def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
 def slurm_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the nodes of this Slurm allocation."""
     nodes = environ.get("SLURM_JOB_NODELIST", "")
-    require(
-        nodes,
-        "--on slurm",
-        "the launcher is not in a Slurm job (SLURM_JOB_NODELIST is not set)",
-        fix="start it in an sbatch script, or after salloc -N2",
-        code="no-cluster",
-    )
+    if not nodes:
+        problem = "the launcher is not in a Slurm job (SLURM_JOB_NODELIST is not set)"
+        fix = "start it in an sbatch script, or after salloc -N2"
+        refuse("on slurm", problem, fix, code="no-cluster")
     refuse_launchers_in_a_step(environ)
     return tuple(expand_hosts(nodes, where="SLURM_JOB_NODELIST"))
 
