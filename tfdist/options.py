@@ -297,7 +297,7 @@ class JobOptions(_Shape):
     """Seconds after which the job's first `fit` ends the program, for a measurement."""
 
     def __post_init__(self) -> None:
-        check(self, "tfdist.{0.name}", code="bad-tf-config")
+        check(self, "tfdist.{0.name}", code="bad-value")
 
 
 @dataclass(frozen=True, kw_only=True)

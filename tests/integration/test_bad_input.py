@@ -617,8 +617,9 @@ def said_by(program, **variables):
         (
             ALL,
             [
-                *("unknown-value", "no-cluster", "no-cluster", "devices", "devices", "bad-tf-config"),
-                *("other-strategy", "bad-tf-config", "too-many-workers", "devices", "bad-tf-config", "bad-tf-config"),
+                *("unknown-value", "no-cluster", "no-cluster", "devices", "devices"),
+                *("bad-tf-config", "other-strategy", "bad-value", "too-many-workers", "devices"),
+                *("bad-value", "bad-value"),
                 *("no-elastic", "no-elastic", "other-strategy", "no-launcher"),
                 *("made", "made", "second-strategy", *["another-scope"] * 6),
             ],

@@ -261,9 +261,9 @@ def test_invalid_task_configs_are_refused(text, problem):
 )
 def test_a_wrong_option_is_refused_with_its_name(name, value):
     where = f"tfdist.{name}"
-    assert refused(lambda: JobOptions(**{name: value})) == (where, "bad-tf-config")
+    assert refused(lambda: JobOptions(**{name: value})) == (where, "bad-value")
     text = config_text(tfdist={name: value})
-    assert refused(lambda: decode(text)) == (f"TF_CONFIG {where}", "bad-tf-config")
+    assert refused(lambda: decode(text)) == (f"TF_CONFIG {where}", "bad-value")
 
 
 WORDS = ["cluster", "task", "tfdist", "type", "index", *STRATEGIES, "worker", "chief", "evaluator"]

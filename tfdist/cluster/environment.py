@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from tfdist.cluster import settings, tf_config
 from tfdist.cluster.address import (
@@ -69,15 +68,6 @@ _JOB_NAMES = (
 )
 
 
-class _World(NamedTuple):
-    """Place of a rank as set by its launcher. `names` are the variables of the three fields."""
-
-    size: int
-    rank: int
-    local_size: int | None
-    names: Sequence[str]
-
-
 def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this rank's part of the job, or `None` outside a job of several ranks.
 
@@ -87,54 +77,46 @@ def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfi
     Raises:
         UsageError: the hosts of the ranks are unknown.
     """
-    world = _world(environ)
-    if world is None or world.size == 1:
+    names = _names_of_mpi(environ)
+    if not names:
         return None
-    ranks = _hosts_of_mpi(environ, world)
+    size = needed(environ, names[0], least=1)
+    rank = needed(environ, names[1], most=size - 1)
+    if size == 1:
+        return None
+    is_here = integer(environ, names[2], least=1, most=size) == size
+    is_listed = text(environ, HOSTS) or not is_here
+    ranks = _hosts_of_mpi(environ, size) if is_listed else [_LOCAL_HOST] * size
     job = next(filter(None, (text(environ, name) for name in _JOB_NAMES)), "0")
     first_port = port_of_job(job, job_settings=job_settings)
-    return place(ranks, rank=world.rank, job_settings=job_settings, job_port=first_port)
+    return place(ranks, rank=rank, job_settings=job_settings, job_port=first_port)
 
 
-def _world(environ: Mapping[str, str]) -> _World | None:
+def _names_of_mpi(environ: Mapping[str, str]) -> Sequence[str]:
+    """Return the variables with the size, the rank and the local size, () outside of mpirun."""
     if _OMPI[0] in environ:
-        return _sized(environ, _OMPI)
+        return _OMPI
     # With --mpi=pmi2 srun sets the variables of PMI too. Its own variables have more details.
     step = f"{text(environ, 'SLURM_JOB_ID')}.{text(environ, 'SLURM_STEP_ID')}"
     is_of_slurm = text(environ, "PMI_JOBID") == step
-    if _PMI[0] in environ and _PMI[1] in environ and not is_of_slurm:
-        return _sized(environ, _PMI)
-    return None
+    return _PMI if {*_PMI[:2]} <= {*environ} and not is_of_slurm else ()
 
 
-def _sized(environ: Mapping[str, str], names: Sequence[str]) -> _World:
-    size = needed(environ, names[0], least=1)
-    rank = needed(environ, names[1], most=size - 1)
-    local_size = integer(environ, names[2], least=1, most=size)
-    return _World(size, rank, local_size, names)
-
-
-def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> list[str]:
-    """Return the host of each rank."""
-    value = text(environ, HOSTS)
-    if value:
+def _hosts_of_mpi(environ: Mapping[str, str], size: int) -> list[str]:
+    """Return the host of each rank, from TFDIST_HOSTS or a Slurm allocation."""
+    if value := text(environ, HOSTS):
         ranks = ranks_of(parse_hosts(value, where=HOSTS))
-        if len(ranks) < world.size:
-            raise _contradiction(
-                HOSTS,
-                f"{shown(value)} has {len(ranks)} slots, but {world.names[0]}={world.size}",
-                "give each host as many slots as mpirun gives it ranks, as in a:2,b:2",
-            )
-        return ranks[: world.size]
-    if world.local_size == world.size:
-        return [_LOCAL_HOST] * world.size
+        if len(ranks) < size:
+            problem = f"{shown(value)} has {len(ranks)} slots, but mpirun started {size} ranks"
+            fix = "give each host as many slots as mpirun gives it ranks, as in a:2,b:2"
+            raise _contradiction(HOSTS, problem, fix)
+        return ranks[:size]
     listed = text(environ, "SLURM_JOB_NODELIST")
     nodes = expand_hosts(listed, where="SLURM_JOB_NODELIST") if listed else []
-    if not nodes or world.size % len(nodes):
-        problem = f"the list of hosts of the {world.size} ranks is missing"
+    if not nodes or size % len(nodes):
+        problem = f"the list of hosts of the {size} ranks is missing"
         raise _missing(HOSTS, problem, f"pass {HOSTS} on with mpirun -x {HOSTS}")
-    each = world.size // len(nodes)
-    return [node for node in nodes for _ in range(each)]
+    return [node for node in nodes for _ in range(size // len(nodes))]
 
 
 # Cluster resolver of Slurm: the variables that ``srun`` sets in a step's tasks.

@@ -378,8 +378,7 @@ class SignalPipe:
     caller has blocked is unblocked.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._requested_s = -math.inf
         self._old_fd = -1
         self._old: dict[signal.Signals, object] = {}
@@ -416,7 +415,7 @@ class SignalPipe:
         return [signum for signum in self.read() if signum in STOP_SIGNALS]
 
     def _is_new(self) -> bool:
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s - self._requested_s < SAME_REQUEST_S:
             return False
         self._requested_s = now_s

@@ -291,14 +291,12 @@ class ForkStarter:
         *,
         environ: Mapping[str, str],
         log_path: Path,
-        clock: Callable[[], float],
         cause_of_kill: Callable[[int], str],
         server: socket.socket | None = None,
     ) -> None:
         # If another process has started the server, only `ONE_THREAD` of its environment is known.
         self._environ = dict(ONE_THREAD) if server else {**environ, **ONE_THREAD}
         self._log_path = log_path
-        self._clock = clock
         self._cause_of_kill = cause_of_kill
         self._is_ready = self._is_over = False
         self._waiting: deque[tuple[int, ...]] = deque()
@@ -412,7 +410,7 @@ class ForkStarter:
         tasks, self._tasks = sorted(self._tasks), set()
         why = self._cause_of_kill(self.pid) if self.pid else ""
         cause = f"the fork server exited{', ' * bool(why)}{why}: see {self._log_path}"
-        now_s = self._clock()
+        now_s = time.monotonic()
         status = -signal.SIGKILL
         return [Ended(task=task, status=status, at_s=now_s, cause=cause) for task in tasks]
 

@@ -161,7 +161,7 @@ def _described(
     return JobDescription(
         options=options,
         kind=decided_kind(options, machine),
-        ports=options.port_range,
+        ports=settings.ports_of(options),
         machine=machine,
         environ=environ,
         run_dir=run_dir,

@@ -87,11 +87,6 @@ class LaunchOptions(LaunchFlags):
         """Return the method to start agents: `on`, or else ssh if `hosts` is set, or else local."""
         return self.on or ("ssh" if self.hosts is not None else "local")
 
-    @property
-    def port_range(self) -> range | None:
-        """Return the ports that the job may use, or `None` for any port."""
-        return None if self.ports is None else parse_ports(self.ports, where="--ports")
-
 
 def _require_free_choice(options: LaunchOptions) -> None:
     """Refuse the options that a probe sets, and the options of another kind of job."""
@@ -129,25 +124,12 @@ def _check_strategy(options: LaunchOptions) -> None:
         name = "workers" if workers > 1 else "hosts"
         fix = f"use --strategy multiworker, or leave --{name} out"
         refuse(name, f"--strategy {kind} is a job of one process", fix)
-    if kind.has_one_replica and (options.devices_per_worker or 1) > 1:
-        refuse("devices_per_worker", "a single job has one device", "use --strategy mirrored")
-    is_here = options.where == "local" and hosts is None
-    if options.min_workers is not None and is_here and not (kind.has_servers or kind.is_elastic):
-        fix = "leave --min_workers out, or use --strategy ps"
-        refuse(
-            "min_workers", "on one machine, only ps and elastic jobs run without all workers", fix
-        )
 
 
 def _check_together(options: LaunchOptions) -> None:
     workers, stages, fewest = options.workers, options.stages, options.min_workers
     if options.ps == 0:
         refuse("ps", "a ps job needs a parameter server", "use --ps 1", code="bad-value")
-    if 0 < options.hang_timeout_s < 2:
-        problem = (
-            f"{options.hang_timeout_s:g} is less than 2, and tasks send a heartbeat each second"
-        )
-        refuse("hang_timeout_s", problem, "use --hang_timeout_s 300", code="bad-value")
     if stages is not None and workers % stages:
         fix = "make --workers a multiple of --stages, or leave --workers out"
         refuse("stages", f"{workers} workers cannot form pipelines of {stages} stages", fix)
