@@ -167,16 +167,13 @@ def _slots(part: str, where: str) -> tuple[str, int]:
     names, colon, number = part.strip().rpartition(":")
     if not colon or number.endswith("]"):
         names, number = part.strip(), "1"
-    if ":" in names and not names.startswith("["):
-        fix = "write host:slots, and an IPv6 address in brackets, as in [fd00::1]:2"
-        raise _bad_hosts(part, where, "is neither host nor host:slots", fix)
     count = int(number) if re.fullmatch("[0-9]{1,6}", number) else 0
-    if not names or not 1 <= count <= _MAX_SLOTS:
-        fix = "write the number of tasks on the host after the colon, as in host:2, and no port"
-        problem = f"does not name a host with 1 to {_MAX_SLOTS} slots"
-        raise _bad_hosts(part, where, problem, fix)
+    is_bare_ipv6 = ":" in names and not names.startswith("[")
+    if not names or is_bare_ipv6 or not 1 <= count <= _MAX_SLOTS:
+        raise UsageError(
+            where,
+            f"{shown(part)} is not a host with 1 to {_MAX_SLOTS} slots",
+            fix="write a host and its number of tasks, as in host:2 or [fd00::1]:2, and no port",
+            code="bad-value",
+        )
     return names, count
-
-
-def _bad_hosts(part: str, where: str, problem: str, fix: str) -> UsageError:
-    return UsageError(where, f"{shown(part)} {problem}", fix=fix, code="bad-value")
