@@ -54,9 +54,9 @@ PLACE = {
     UNCOUNTED_RESTARTS: "number of further earlier starts of this task",
 }
 """Variables without a flag, with their help. They may differ between the tasks of a job."""
-LAUNCHED = "TFDIST_JOB"
+LAUNCHED = "_TFDIST_JOB"
 """Variable that tfdist's launcher sets in its tasks. Such a task reads only TF_CONFIG."""
-TRIAL = "TFDIST_TRIAL"
+TRIAL = "_TFDIST_TRIAL"
 """Variable with the trial of a sweep that a process of the user's program runs, as JSON."""
 
 _MAX_TASKS = 10_000

@@ -133,7 +133,7 @@ def test_large_jobs_count_their_ports_on_each_host(tasks, per_node, ports, last)
             {"PMIX_NAMESPACE": "slurm.pmix.23.4294967290", "PMIX_RANK": "0"},
         ),
         ("plain_shell", {"TFDIST_STRATEGY": "auto", "TFDIST_PS": "0"}),
-        ("plain_shell", {"TFDIST_SOMETHING_ELSE": "1", "TFDIST_JOB": "mark"}),
+        ("plain_shell", {"TFDIST_SOMETHING_ELSE": "1", "_TFDIST_JOB": "mark"}),
         ("plain_shell", {"TFDIST_HOSTS": "a", "TFDIST_NODE_RANK": "0"}),
         # A host alone needs no rank, nor does a pod that is all of its job.
         ("plain_shell", {"TFDIST_HOSTS": "a"}),
@@ -217,7 +217,7 @@ FULL_NAME = f"{POD}-1.headless-svc.default.svc.cluster.local"
         ("slurm_srun_n3", tf_config(["node01.site:1", "node01:2", "10.0.0.2:1"], 1), "worker-1"),
         # A task of our launcher, whatever the launcher itself is a task of.
         *(
-            (name, BY_HAND | {"TFDIST_JOB": "mark", "TFDIST_PS": "1"}, "worker-1")
+            (name, BY_HAND | {"_TFDIST_JOB": "mark", "TFDIST_PS": "1"}, "worker-1")
             for name in ("slurm_srun_n1", "slurm_interactive_step", "slurm_srun_n3")
         ),
         ("slurm_srun_n3", BY_HAND | {"TFDIST_CLUSTER": "tf_config"}, "worker-1"),

@@ -125,7 +125,7 @@ def test_an_elastic_job_sends_no_key_in_clear(on):
 
 
 def test_agents_get_the_variables_of_tasks_and_named_ones():
-    own = dict.fromkeys(("HOME", "SECRET_KEY", "TF_CONFIG", "TFDIST_JOB", "TFDIST_HOSTS"), "x")
+    own = dict.fromkeys(("HOME", "SECRET_KEY", "TF_CONFIG", "_TFDIST_JOB", "TFDIST_HOSTS"), "x")
     passed = dict.fromkeys(("TF_X", "KERAS_HOME", "TFDIST_RING", "PYTHONPATH", "MY_VAR"), "x")
     assert passed_variables({**own, **passed}, ["MY_VAR"]) == passed
     assert parse(["--hosts", "a,b", "--env", "A", "--env=B", "x.py"]).env == "A,B"

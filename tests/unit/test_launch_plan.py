@@ -401,12 +401,12 @@ SAID = {
     "TF_CONFIG: ignored": [
         told({"worker": ["a:1"]}),
         told({}),
-        told(SEVERAL, TFDIST_JOB="mark"),  # a launcher inside a task of another
+        told(SEVERAL, _TFDIST_JOB="mark"),  # a launcher inside a task of another
         {"TF_CONFIG": "no JSON"},
     ],
     "TFDIST_STRATEGY, TFDIST_PORTS, TFDIST_HOSTS: ignored, because the launcher reads": [UNUSED],
     "": [
-        *({}, {"TF_CONFIG": " "}, {"TFDIST_JOB": "x"}),
+        *({}, {"TF_CONFIG": " "}, {"_TFDIST_JOB": "x"}),
         told(SEVERAL, TFDIST_CLUSTER="none"),
     ],
 }

@@ -9,7 +9,7 @@ The rules (docs/schedulers.md explains them to users):
 * A process is one of several tasks only if tfdist's launcher, ``srun`` with several tasks or
   ``mpirun`` with several ranks started it, or if TFDIST_HOSTS, TF_CONFIG or a platform's list of
   nodes is set. An allocation or an index is not enough.
-* A task of tfdist's launcher (which sets TFDIST_JOB) reads only TF_CONFIG. The launcher itself may
+* A task of tfdist's launcher (which sets _TFDIST_JOB) reads only TF_CONFIG. The launcher itself may
   be a task of a Slurm step.
 * Other processes use the first source in the order of `SOURCES` that describes them. TF_CONFIG
   precedes all other sources. ``mpirun`` precedes ``srun``, because it runs inside a Slurm step.

@@ -16,7 +16,6 @@ from tfdist.cluster.ports import parse_ports
 from tfdist.errors import UsageError
 from tfdist.options import (
     CLUSTER,
-    LAUNCHED,
     PLACE,
     PORTS,
     RESTARTS,
@@ -105,7 +104,7 @@ def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int =
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
     for name in environ:
-        if not name.startswith("TFDIST_") or name in NAMES or name == LAUNCHED:
+        if not name.startswith("TFDIST_") or name in NAMES:
             continue
         endings = [ours.removeprefix("TFDIST_") for ours in NAMES]
         close = difflib.get_close_matches(name.removeprefix("TFDIST_"), endings, n=1, cutoff=0.8)
