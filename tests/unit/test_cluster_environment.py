@@ -135,7 +135,7 @@ def test_large_jobs_count_their_ports_on_each_host(tasks, per_node, ports, last)
         ("plain_shell", {"TFDIST_STRATEGY": "auto", "TFDIST_PS": "0"}),
         ("plain_shell", {"TFDIST_SOMETHING_ELSE": "1", "_TFDIST_JOB": "mark"}),
         ("plain_shell", {"TFDIST_HOSTS": "a", "TFDIST_NODE_RANK": "0"}),
-        # A host alone needs no rank, nor does a pod that is all of its job.
+        # The only host of a job needs no rank.
         ("plain_shell", {"TFDIST_HOSTS": "a"}),
         ("plain_shell", {"TFDIST_HOSTS": "a", "KUBERNETES_SERVICE_HOST": "k", "HOSTNAME": "a"}),
     ],
@@ -357,27 +357,27 @@ REFUSED = {
         ({"SKYPILOT_NODE_RANK": ""}, "SKYPILOT_NODE_RANK", "bad-environment"),
     ],
     "hosts_by_hand": [
-        ({"TFDIST_NODE_RANK": "3"}, "TFDIST_NODE_RANK", "bad-environment"),
+        ({"TFDIST_NODE_RANK": "3"}, "TFDIST_NODE_RANK", "bad-value"),
         ({"TFDIST_NODE_RANK": ""}, "TFDIST_NODE_RANK", "bad-environment"),
         ({"TFDIST_NODE_RANK": "1"}, "TFDIST_LOCAL_RANK", "bad-environment"),
         ({"TFDIST_NODE_RANK": "1", "TFDIST_LOCAL_RANK": "2"}, "TFDIST_LOCAL_RANK", "bad-value"),
         ({"TFDIST_LOCAL_RANK": "1"}, "TFDIST_LOCAL_RANK", "bad-value"),
         ({"TFDIST_HOSTS": "alpha,"}, "TFDIST_HOSTS", "bad-value"),
         ({"TFDIST_HOSTS": "alpha,beta:2x"}, "TFDIST_HOSTS", "bad-value"),
-        (
-            {"TFDIST_HOSTS": "alpha,beta:22", "TFDIST_NODE_RANK": "2"},
-            "TFDIST_NODE_RANK",
-            "bad-environment",
-        ),
+        ({"TFDIST_HOSTS": "a,beta:22", "TFDIST_NODE_RANK": "2"}, "TFDIST_NODE_RANK", "bad-value"),
         ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "bad-environment"),
     ],
     "kubernetes_indexed_job": [
-        ({"HOSTNAME": "other-0"}, "HOSTNAME", "bad-environment"),
-        ({"HOSTNAME": ""}, "HOSTNAME", "bad-environment"),
-        ({"HOSTNAME": "example-job-3"}, "HOSTNAME", "bad-environment"),
+        ({"HOSTNAME": "other-0"}, "TFDIST_NODE_RANK", "bad-environment"),
+        ({"HOSTNAME": ""}, "TFDIST_NODE_RANK", "bad-environment"),
+        ({"HOSTNAME": "example-job-3"}, "TFDIST_NODE_RANK", "bad-environment"),
         ({"TFDIST_HOSTS": "example-job-[0-2"}, "TFDIST_HOSTS", "bad-value"),
-        ({"TFDIST_HOSTS": "example-job-[0-2]:2"}, "TFDIST_HOSTS", "bad-environment"),
-        ({"TFDIST_HOSTS": "example-job-0.svc,example-job-0.other"}, "HOSTNAME", "bad-environment"),
+        ({"TFDIST_HOSTS": "example-job-[0-2]:2"}, "TFDIST_LOCAL_RANK", "bad-environment"),
+        (
+            {"TFDIST_HOSTS": "example-job-0.svc,example-job-0.other"},
+            "TFDIST_NODE_RANK",
+            "bad-environment",
+        ),
         ({"TFDIST_RESTARTS": "often"}, "TFDIST_RESTARTS", "bad-value"),
     ],
     "plain_shell": [

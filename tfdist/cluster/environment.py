@@ -195,83 +195,35 @@ def _nodes_of_ranks(environ: Mapping[str, str], *, count: int) -> list[str]:
     return [name for name, number in zip(names, tasks, strict=True) for _ in range(number)]
 
 
-# Cluster resolver of Kubernetes: pods of an indexed Job, a StatefulSet or a JobSet.
+# Cluster resolver of plain hosts and of Kubernetes: a list ``host:slots,...`` in TFDIST_HOSTS.
 #
-# The manifest lists the pods in TFDIST_HOSTS as a node list. A pod finds itself in the list by its
-# host name, so all pods share one manifest. With a headless Service ``train`` as the pods'
-# ``subdomain``:
+# A host gets its index from TFDIST_NODE_RANK, or finds its name in the list. So all pods of an
+# indexed Job, a StatefulSet or a JobSet share one manifest. With a headless Service ``train`` as
+# the pods' ``subdomain``:
 #
 # * an indexed Job ``mnist``: ``TFDIST_HOSTS=mnist-[0-3].train``. The control plane names pods
-#   ``$(job name)-$(index)`` and sets JOB_COMPLETION_INDEX
+#   ``$(job name)-$(index)``
 #   (https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/).
 # * a StatefulSet ``mnist``: the same names.
 # * a JobSet ``mnist``: ``mnist-worker-0-[0-3].mnist,mnist-ps-0-[0-1].mnist``, with TFDIST_PS=2
 #   (``site/static/examples/simple/jobset-with-network.yaml`` in
 #   https://github.com/kubernetes-sigs/jobset).
-#
-# TFJob sets TF_CONFIG, so it does not use this resolver.
-
-POD_INDEX = "JOB_COMPLETION_INDEX"
-
-
-def from_kubernetes(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return this pod's part of the job, or `None` outside a pod with TFDIST_HOSTS.
-
-    If TFDIST_NODE_RANK is set too, `from_hosts` handles the pod like any other host.
-
-    Raises:
-        UsageError: the pod is not in the list, or a host has several slots.
-    """
-    is_pod = "KUBERNETES_SERVICE_HOST" in environ or POD_INDEX in environ
-    if not is_pod or not text(environ, HOSTS) or text(environ, NODE_RANK):
-        return None
-    listed = parse_hosts(text(environ, HOSTS), where=HOSTS)
-    if any(slots > 1 for _, slots in listed):
-        problem = f"{shown(text(environ, HOSTS))} gives a pod several tasks"
-        raise _contradiction(HOSTS, problem, "list a pod for each task")
-    pods = [host for host, _ in listed]
-    return one_of(pods, rank=_rank_of_pod(environ, pods), job_settings=job_settings)
-
-
-def _rank_of_pod(environ: Mapping[str, str], pods: Sequence[str]) -> int:
-    name = text(environ, "HOSTNAME")
-    if not name:
-        problem = "the variable with the pod's name is not set"
-        raise _missing("HOSTNAME", problem, "set HOSTNAME to the pod's name")
-    ranks = [rank for rank, pod in enumerate(pods) if same_host(pod, name)]
-    if len(ranks) != 1:
-        raise _contradiction(
-            "HOSTNAME",
-            f"{HOSTS}={shown(environ[HOSTS])} lists this pod, {shown(name)}, {len(ranks)} times",
-            f"list each pod of the job once in {HOSTS}, with the Service's name",
-        )
-    return ranks[0]
-
-
-# Cluster resolver of plain hosts, without a scheduler: a list ``host:slots,...``.
-#
-# The list is in TFDIST_HOSTS or in a flag of a program. Each host receives its index in the list.
 
 
 def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this task's part of the job on TFDIST_HOSTS, or `None` if TFDIST_HOSTS is not set.
 
-    TFDIST_NODE_RANK is the index of this host in the list. TFDIST_LOCAL_RANK is the index of
-    this process among the slots of the host, if the host has several slots.
+    TFDIST_LOCAL_RANK is the index of this process among the slots of the host, if the host has
+    several slots.
+
+    Raises:
+        UsageError: the place of this host or process is unknown.
     """
     value = text(environ, HOSTS)
     if not value:
         return None
     listed = parse_hosts(value, where=HOSTS)
-    # A single host needs no rank, for example the only pod of a job.
-    node_rank = needed(environ, NODE_RANK) if listed[1:] else integer(environ, NODE_RANK) or 0
-    if node_rank >= len(listed):
-        raise _contradiction(
-            NODE_RANK,
-            f"{node_rank} is out of range (0 to {len(listed) - 1}), because {HOSTS} lists "
-            f"{len(listed)} hosts",
-            "set it to the position of each host in the list, from 0 on",
-        )
+    node_rank = _rank_of_host(environ, [host for host, _ in listed])
     slots = listed[node_rank][1]
     local = integer(environ, LOCAL_RANK, most=slots - 1)
     if local is None and slots > 1:
@@ -279,6 +231,19 @@ def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
         raise _missing(LOCAL_RANK, problem, f"set it to a number from 0 to {slots - 1}")
     rank = sum(count for _, count in listed[:node_rank]) + (local or 0)
     return one_of(ranks_of(listed), rank=rank, job_settings=job_settings)
+
+
+def _rank_of_host(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
+    """Return TFDIST_NODE_RANK, or the position of HOSTNAME in the list of hosts."""
+    rank = integer(environ, NODE_RANK, most=len(hosts) - 1)
+    if rank is not None or len(hosts) == 1:  # the only pod of a job needs no rank
+        return rank or 0
+    name = text(environ, "HOSTNAME")
+    ranks = [i for i, host in enumerate(hosts) if name and same_host(host, name)]
+    if len(ranks) == 1:
+        return ranks[0]
+    problem = f"the variable is not set, and {HOSTS} has HOSTNAME {shown(name)} {len(ranks)} times"
+    raise _missing(NODE_RANK, problem, "set it to the position of each host in the list")
 
 
 # SkyPilot gives each node the list of nodes and its own position. Each node is one task.
@@ -308,7 +273,6 @@ SOURCES: Mapping[str, Reader] = {
     "tf_config": _read_tf_config,
     "mpi": from_mpi,
     "slurm": from_slurm,
-    "kubernetes": from_kubernetes,
     "hosts": from_hosts,
     "skypilot": from_skypilot,
 }
