@@ -94,6 +94,12 @@ def test_each_task_gets_its_part_of_the_cluster():
     assert options.split_bytes == 4096
 
 
+def test_ports_reach_the_tasks_in_tf_config():
+    for spec in planned("--workers 2 --ports 20000-20100").values():
+        assert json.loads(spec.env["TF_CONFIG"])["tfdist"]["ports"] == "20000-20100"
+        assert "TFDIST_PORTS" not in spec.env
+
+
 def test_the_evaluator_gets_cpus_but_no_gpu():
     specs = planned("--ps 1 --workers 2 --evaluator", cpus=8, gpus=("0", "1"))
     configs = {name: decode(spec.env["TF_CONFIG"]) for name, spec in specs.items()}
