@@ -294,7 +294,7 @@ MULTIWORKER = json.dumps({**json.loads(TWO_WORKERS), "tfdist": {"strategy": "mul
 REFUSED = {
     "slurm_srun_n3": [
         ({"TFDIST_PORT": "5000"}, "TFDIST_PORT", "unknown-value"),
-        ({"TFDIST_PORTS": "30000-30000"}, "TFDIST_PORTS", "bad-value"),
+        ({"TFDIST_PORTS": "30000-30000"}, "TFDIST_PORTS", "exclusive"),
         ({"TFDIST_PORTS": "30000"}, "TFDIST_PORTS", "bad-value"),
         ({"SLURM_STEP_NODELIST": "node[01-02"}, "SLURM_STEP_NODELIST", "bad-value"),
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST", "bad-environment"),

@@ -32,7 +32,7 @@ from tfdist.cluster.address import (
     ranks_of,
     shown,
 )
-from tfdist.cluster.placement import one_of, place, port_of_job, same_host
+from tfdist.cluster.placement import one_of, place, port_of_job, same_host, unfit
 from tfdist.cluster.settings import integer, needed, text
 from tfdist.cluster.tf_config import ClusterSpec, Task, TaskConfig
 from tfdist.errors import UsageError, require_one_of
@@ -291,12 +291,9 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
         config = SOURCES[named](environ, job_settings)
         if config is not None:
             return config
-        raise UsageError(
-            CLUSTER,
-            f"the variables of {named} do not make this process one of several tasks",
-            fix=f"start the program as a task of {named}, or unset {CLUSTER}",
-            code="bad-environment",
-        )
+        problem = f"the variables of {named} do not make this process one of several tasks"
+        fix = f"start the program as a task of {named}, or unset {CLUSTER}"
+        raise _contradiction(CLUSTER, problem, fix)
     for name, read in SOURCES.items():
         config = read(environ, job_settings)
         if config is not None:
@@ -316,13 +313,9 @@ def _alone(job_settings: JobSettings) -> TaskConfig | None:
     }
     for where, value in of_several.items():
         if value:
-            raise UsageError(
-                where,
-                f"{value} needs several tasks, but this process is not a task of a job",
-                fix="start the program with srun, mpirun, TFDIST_HOSTS or TF_CONFIG, or unset "
-                f"{where}",
-                code="exclusive",
-            )
+            problem = f"{value} needs several tasks, but this process is not a task of a job"
+            fix = "start the program with srun, mpirun, TFDIST_HOSTS or TF_CONFIG"
+            raise unfit(where, problem, f"{fix}, or unset {where}")
     options = part(JobOptions, job_settings)
     if options == JobOptions():
         return None
