@@ -38,10 +38,9 @@ class TfdistError(Exception):
 class UsageError(TfdistError, ValueError):
     """A user's mistake, detected before any process starts or any file is overwritten.
 
-    `code` names the cause and stays stable when the wording changes. It is the broken rule
-    (``"TFC016"``), or a few lower-case words (``"unknown-value"``). Tests and programs compare
-    `where` and `code`. The message is for the reader: `problem` is a sentence without its full
-    stop, and contains the received value if that helps.
+    `code` names the cause in a few words, such as ``"unknown-value"``, and stays stable. Tests and
+    programs compare `where` and `code`. The message is for the reader: `problem` is a sentence
+    without its full stop, and contains the received value if that helps.
     """
 
     exit_code = EXIT_USAGE

@@ -45,18 +45,18 @@ STAGES = "TFDIST_STAGES"
 RESTARTS, UNCOUNTED_RESTARTS = "TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"
 """Variables with a task's earlier starts. An indexed Job of Kubernetes has two such counts."""
 PLACE = {
-    CLUSTER: "the only source to read: tf_config, mpi, slurm, kubernetes, hosts, skypilot, lws or "
-    "sagemaker (none runs the process on its own)",
+    CLUSTER: "the only source to read: tf_config, mpi, slurm, hosts or skypilot (none runs the "
+    "process on its own)",
     HOSTS: "hosts of the job with the number of tasks on each (default: 1), as a:2,b:2 or n[1-4]:2",
-    NODE_RANK: "index of this host in TFDIST_HOSTS, from 0",
+    NODE_RANK: "index of this host in TFDIST_HOSTS, from 0 (default: the position of HOSTNAME)",
     LOCAL_RANK: "index of this task on its host, from 0",
     RESTARTS: "number of earlier starts of this task",
     UNCOUNTED_RESTARTS: "number of further earlier starts of this task",
 }
 """Variables without a flag, with their help. They may differ between the tasks of a job."""
-LAUNCHED = "TFDIST_JOB"
+LAUNCHED = "_TFDIST_JOB"
 """Variable that tfdist's launcher sets in its tasks. Such a task reads only TF_CONFIG."""
-TRIAL = "TFDIST_TRIAL"
+TRIAL = "_TFDIST_TRIAL"
 """Variable with the trial of a sweep that a process of the user's program runs, as JSON."""
 
 _MAX_TASKS = 10_000
@@ -285,13 +285,19 @@ class JobOptions(_Shape):
         strategies=kinds_that("is_elastic"),
         identifies=True,
     )
+    ports: str | None = option(
+        None,
+        "ports that the tasks may use on each host, as 20000-20100 (default: any)",
+        variable=PORTS,
+        submit="",
+    )
     control: str | None = option(None)
     """Name of the launcher's socket for the members of an elastic job."""
     probe_s: float | None = option(None, above=0)
     """Seconds after which the job's first `fit` ends the program, for a measurement."""
 
     def __post_init__(self) -> None:
-        check(self, "tfdist.{0.name}", code="TFC019")
+        check(self, "tfdist.{0.name}", code="bad-value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,17 +324,10 @@ class _Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings(_Counts, JobOptions):
-    """Settings of a job from its ``TFDIST_*`` variables: options, number of ps, and ports."""
-
-    ports: str | None = option(
-        None,
-        "ports that the tasks may use on each host, as 20000-20100 (default: any)",
-        variable=PORTS,
-        submit="",
-    )
+    """Settings of a job from its ``TFDIST_*`` variables: options and number of ps."""
 
     def __post_init__(self) -> None:
-        check(self, "{0.variable}", code="ENV001", fix="correct it, or unset it")
+        check(self, "{0.variable}", code="bad-value", fix="correct it, or unset it")
 
 
 # Flags
@@ -393,9 +392,6 @@ class LaunchFlags(HostFlags, JobSettings):
         "let a multiworker job on CPUs continue if a worker is lost, with the same results (not "
         "with --on ray or slurm)",
         identifies=True,
-    )
-    metrics_port: int | None = option(
-        None, "loopback port that serves metrics to Prometheus", least=1, most=65_535
     )
     verbosity: int = option(0, "absl's level of the launcher: -1 shows only warnings and failures")
     start: str = option(

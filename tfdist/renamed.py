@@ -25,6 +25,7 @@ GONE = {
     "--logs": "kubectl logs, or the file of sbatch",
     "--max_queue_mib": "--max_queue, and --max_body_mib for the size of a request",
     "--max_replicas": "a Deployment of tfdist serve, with an autoscaler",
+    "--metrics_port": "live.json in the run directory",
     "--no_pin": "no flag: replicas divide the CPU cores",
     "--node_rank": "launch --hosts a:2,b:2, once",
     "--precision": "model.quantize before the export",

@@ -617,8 +617,9 @@ def said_by(program, **variables):
         (
             ALL,
             [
-                *("unknown-value", "no-cluster", "no-cluster", "devices", "devices", "TFC001"),
-                *("other-strategy", "TFC019", "too-many-workers", "devices", "TFC019", "TFC019"),
+                *("unknown-value", "no-cluster", "no-cluster", "devices", "devices"),
+                *("bad-tf-config", "other-strategy", "bad-value", "too-many-workers", "devices"),
+                *("bad-value", "bad-value"),
                 *("no-elastic", "no-elastic", "other-strategy", "no-launcher"),
                 *("made", "made", "second-strategy", *["another-scope"] * 6),
             ],

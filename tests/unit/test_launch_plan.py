@@ -94,6 +94,12 @@ def test_each_task_gets_its_part_of_the_cluster():
     assert options.split_bytes == 4096
 
 
+def test_ports_reach_the_tasks_in_tf_config():
+    for spec in planned("--workers 2 --ports 20000-20100").values():
+        assert json.loads(spec.env["TF_CONFIG"])["tfdist"]["ports"] == "20000-20100"
+        assert "TFDIST_PORTS" not in spec.env
+
+
 def test_the_evaluator_gets_cpus_but_no_gpu():
     specs = planned("--ps 1 --workers 2 --evaluator", cpus=8, gpus=("0", "1"))
     configs = {name: decode(spec.env["TF_CONFIG"]) for name, spec in specs.items()}
@@ -259,7 +265,7 @@ def test_tensorflow_programs_are_forked_without_a_gpu(flag, machine, imports, me
     ],
 )
 def test_more_gpus_than_there_are_is_a_mistake(line, where):
-    assert refused(lambda: planned(line, gpus="01")) == (where, "too-few-gpus")
+    assert refused(lambda: planned(line, gpus="01")) == (where, "devices")
 
 
 @pytest.mark.parametrize(
@@ -396,17 +402,17 @@ UNUSED = {"TFDIST_PORTS": "20000-20100", "TFDIST_RESTARTS": "1", "TFDIST_CLUSTER
     "TFDIST_HOSTS": "a,b",
     "TFDIST_STRATEGY": "ps",
     "TFDIST_RUN_DIR": " ",
-}  # the first three are read
+}  # TFDIST_RESTARTS and TFDIST_CLUSTER are read
 SAID = {
     "TF_CONFIG: ignored": [
         told({"worker": ["a:1"]}),
         told({}),
-        told(SEVERAL, TFDIST_JOB="mark"),  # a launcher inside a task of another
+        told(SEVERAL, _TFDIST_JOB="mark"),  # a launcher inside a task of another
         {"TF_CONFIG": "no JSON"},
     ],
-    "TFDIST_STRATEGY, TFDIST_HOSTS: ignored, because the launcher reads only its flags": [UNUSED],
+    "TFDIST_STRATEGY, TFDIST_PORTS, TFDIST_HOSTS: ignored, because the launcher reads": [UNUSED],
     "": [
-        *({}, {"TF_CONFIG": " "}, {"TFDIST_JOB": "x"}),
+        *({}, {"TF_CONFIG": " "}, {"_TFDIST_JOB": "x"}),
         told(SEVERAL, TFDIST_CLUSTER="none"),
     ],
 }

@@ -117,7 +117,7 @@ def processes(world, tmp_path, monkeypatch):
     job = Mock(start="exec", fork_server=None, shards=4)
     job.specs.return_value = [SPEC, dataclasses.replace(SPEC, task=W1)]
     attempt = Attempt(number=1, run_dir=str(tmp_path), cluster=ClusterSpec(), tasks=(W0, W1))
-    with JobProcesses(job, screen=screen, signals=world, clock=lambda: 5.0) as made:
+    with JobProcesses(job, screen=screen, signals=world) as made:
         made.begin(attempt, fork_log="")
         assert made.perform(Start(W0)) is None
         yield made
@@ -162,7 +162,6 @@ def fork_starter(path, **options):
     starter = ForkStarter(
         environ=dict(os.environ),
         log_path=path / "log",
-        clock=lambda: 5.0,
         cause_of_kill=lambda pid: f"killed for its memory ({pid})",
         **options,
     )
@@ -249,9 +248,10 @@ def test_a_bound_command_ends_with_its_parent():
 
 
 @pytest.mark.parametrize("again", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_repeated_at_once_is_one_request(again):
+def test_a_signal_repeated_at_once_is_one_request(again, monkeypatch):
     clock = Clock()
-    with SignalPipe(clock=clock) as signals:
+    monkeypatch.setattr("tfdist.launch.events.time", Mock(monotonic=clock))
+    with SignalPipe() as signals:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(again)
         assert signals.read() == [signal.SIGTERM]

@@ -14,17 +14,14 @@ from tfdist.cluster import KINDS, Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
 from tfdist.launch import job_run
 from tfdist.launch.events import (
-    Acquaint,
     AskForStacks,
     Beat,
     Ended,
-    GoOn,
     KillOne,
-    MemberAcked,
+    MemberSaid,
     Raised,
     Resize,
     ShowFailure,
-    ShowView,
     Signal,
     Start,
     Started,
@@ -33,6 +30,7 @@ from tfdist.launch.events import (
     encode_action,
     encode_event,
 )
+from tfdist.launch.membership import Go, Knock, View, Welcome
 from tfdist.launch.multihost.hosts import decided_group
 from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.node import Node
@@ -92,16 +90,13 @@ def test_a_task_is_started_and_ended_on_its_host(world):
 
 
 def test_a_view_is_sent_to_members_on_all_hosts(world):
-    view = ShowView(epoch=1, members=(W0, W1))
-    go = GoOn(epoch=1, members=(W0, W1), done=0, source=W0, behind=(), joining=())
-    pair = Acquaint(joining=W2, member=W0, is_ready=False)
-    for action in (view, go, pair):
+    for action in (View(1, (0, 1)), Go(1, (0, 1), 0, 0, ()), Welcome(2, 0), Knock(2, 0)):
         world.processes.perform(action)
         assert sorted(rank for rank, _ in world.sent[-2:]) == [1, 2]
         assert decode_action(world.sent[-1][1]) == action
         world.local.perform.assert_called_with(action)
-    ack = {"event": "memberacked", "task": "worker-1", "epoch": 1, "done": 0, "has_state": False}
-    assert world.hears(ack) == [MemberAcked(task=W1, epoch=1, done=0, has_state=False)]
+    said = MemberSaid(task=W1, message={"ack": 1, "done": 0, "has_state": False})
+    assert world.hears(encode_event(said)) == [said]
     world.here.append(Resize(workers=3))
     assert list(world.processes.wait(None)) == []
 
@@ -214,7 +209,7 @@ def test_a_host_reports_failed_starts_and_missing_ports():
     host._cause = "/logs: read-only"
     ended = host._perform(Start(W1))
     assert (ended.task, ended.status, ended.cause) == (W1, EXIT_USAGE, "/logs: read-only")
-    error = UsageError("ports", "all are taken", fix="", code="no-free-port")
+    error = UsageError("ports", "all are taken", fix="", code="port-taken")
     part, pipe = MagicMock(), Mock(lost="")
     part.ports.renewed.side_effect = [[], error]
     pipe.take_messages.side_effect = [[{"finish": True}]]

@@ -24,12 +24,8 @@ from tfdist.launch.events import (
     Ended,
     KillOne,
     Leave,
-    MemberAcked,
-    MemberBroken,
-    MemberReady,
-    MemberReplaceable,
+    MemberSaid,
     Resize,
-    ShowView,
     Start,
 )
 from tfdist.launch.members import MemberLinks
@@ -308,12 +304,16 @@ def elastic_job(max_restarts=0):
         now_s=0.0,
     )
     happen(state, *(Begin(task=task) for task in WORKERS))
-    happen(state, *(MemberReady(task=task) for task in WORKERS))
+    happen(state, *(said(task, ready=True) for task in WORKERS))
     return state
 
 
 def happen(state, *events):
     return decide(state, Awakening(at_s=state.now_s + 1, events=events))
+
+
+def said(task, **message):
+    return MemberSaid(task=task, message=message)
 
 
 def ended(index, status):
@@ -323,7 +323,7 @@ def ended(index, status):
 def test_losing_a_worker_shows_a_view_of_the_others():
     state = elastic_job()
     actions = happen(state, ended(1, -9))
-    assert ShowView(epoch=2, members=(WORKERS[0], WORKERS[2])) in actions
+    assert View(2, (0, 2)) in actions
     assert not state.is_ending
 
 
@@ -331,8 +331,8 @@ def test_a_worker_whose_connections_always_break_is_killed_and_restarted_alone()
     state = elastic_job(max_restarts=1)
     actions = []
     for epoch in range(1, MOST_BREAKS + 2):
-        acks = [MemberAcked(task=w, epoch=epoch, done=7, has_state=False) for w in WORKERS]
-        actions = happen(state, *acks, MemberBroken(task=WORKERS[2], epoch=epoch))
+        acks = [said(w, ack=epoch, done=7, has_state=False) for w in WORKERS]
+        actions = happen(state, *acks, said(WORKERS[2], broken=epoch))
     assert [a.task for a in actions if isinstance(a, KillOne)] == [WORKERS[2]]
     happen(state, ended(2, -9))
     assert [failure.cause for failure in state.restarts] == [
@@ -344,7 +344,7 @@ def test_a_worker_whose_connections_always_break_is_killed_and_restarted_alone()
 def test_a_worker_that_cannot_join_leaves_the_job_running():
     state = elastic_job(max_restarts=1)
     happen(state, ended(1, -9))
-    happen(state, MemberReady(task=WORKERS[1]))
+    happen(state, said(WORKERS[1], ready=True))
     happen(state, ended(1, 2))
     happen(state)
     assert [lost.exit_code for lost in state.lost] == [2]
@@ -362,16 +362,16 @@ def test_early_chief_losses_and_usage_errors_end_the_attempt(index, status):
 def test_the_chief_is_replaced_only_while_marked_replaceable():
     state = elastic_job(max_restarts=1)
     for worker in WORKERS:
-        happen(state, MemberReplaceable(task=worker, is_replaceable=True))
+        happen(state, said(worker, is_replaceable=True))
     actions = happen(state, ended(0, -9))
-    assert ShowView(epoch=2, members=(WORKERS[1], WORKERS[2])) in actions
+    assert View(2, (1, 2)) in actions
     assert state.chief == WORKERS[1]
     happen(state)
     assert not state.is_ending
     state.step = 7
-    happen(state, *(MemberAcked(task=WORKERS[i], epoch=2, done=1, has_state=False) for i in (1, 2)))
+    happen(state, *(said(WORKERS[i], ack=2, done=1, has_state=False) for i in (1, 2)))
     assert [(v.members, v.step) for v in state.views] == [((WORKERS[1], WORKERS[2]), 7)]
-    happen(state, MemberReplaceable(task=WORKERS[1], is_replaceable=False))
+    happen(state, said(WORKERS[1], is_replaceable=False))
     happen(state, ended(1, -9))
     happen(state)
     assert state.is_ending
@@ -414,7 +414,7 @@ def test_shrinking_a_job_ends_its_last_workers():
     state = elastic_job(max_restarts=1)
     actions = happen(state, Resize(workers=2))
     assert Leave(WORKERS[2]) in actions
-    assert ShowView(epoch=2, members=(WORKERS[0], WORKERS[1])) in actions
+    assert View(2, (0, 1)) in actions
     happen(state, Resize(workers=4))  # worker-2 gets its number again after its exit
     actions = happen(state, ended(2, 0))
     assert [a.task for a in actions if isinstance(a, Start)] == [WORKERS[2], Task("worker", 3)]
@@ -447,7 +447,7 @@ def test_stragglers_are_late_after_the_chief_that_finished():
 def test_the_chief_stays_in_a_job_of_one_worker():
     state = elastic_job(max_restarts=2)
     for worker in WORKERS:
-        happen(state, MemberReplaceable(task=worker, is_replaceable=True))
+        happen(state, said(worker, is_replaceable=True))
     for index in (0, 1):
         happen(state, ended(index, -9))
         happen(state)

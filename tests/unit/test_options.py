@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,10 @@ def test_each_variable_is_named_once():
     places = collections.defaultdict(list)
     for path, tree in TREES.items():
         for text in texts(ast.walk(tree)):
-            if text.startswith("TFDIST_") and text.isupper() and text.replace("_", "").isalpha():
+            if re.fullmatch("_?TFDIST_[A-Z_]*", text):
                 places[text].append(path)
-    assert places.pop("TFDIST_JOB") == ["launch/guardian.py", "options.py"]
+    assert places.pop("_TFDIST_JOB") == ["launch/guardian.py", "options.py"]
+    assert places.pop("_TFDIST_FORK_SERVER") == ["launch/fork_server.py"]
     assert len(places.pop("TFDIST_")) > 0  # the prefix
     assert {name: found for name, found in places.items() if found != ["options.py"]} == {}
     assert {one.variable for one in table(JobSettings).values() if one.variable} < {*places}

@@ -62,8 +62,8 @@ def test_the_address_has_the_host_that_peers_use():
     for host, written in [("::1", "[::1]"), ("node-3.cluster", "node-3.cluster")]:
         with hold_ports(1, host=host)[0] as port:
             assert port.address == f"{written}:{port.port}"
-    assert refused(lambda: hold_ports(1, host="no host")) == ("host", "TFC010")
-    assert refused(lambda: is_port_free("localhost")) == ("address", "TFC010")
+    assert refused(lambda: hold_ports(1, host="no host")) == ("host", "bad-value")
+    assert refused(lambda: is_port_free("localhost")) == ("address", "bad-value")
 
 
 def test_a_range_has_both_its_ends():
@@ -71,7 +71,7 @@ def test_a_range_has_both_its_ends():
     assert as_text(parse_ports("7-7", where="--ports")) == "7-7"
     for text in ("", "20000", "20000-", "20-10", "0-9", "1-65536", "a-b", "-1-2"):
         refusal = refused(lambda text=text: parse_ports(text, where="--ports"))
-        assert refusal == ("--ports", "bad-ports")
+        assert refusal == ("--ports", "bad-value")
 
 
 def test_ports_of_a_range_are_used_in_order():
@@ -82,7 +82,7 @@ def test_ports_of_a_range_are_used_in_order():
             port.release()
         held = [stack.enter_context(port) for port in hold_ports(2, among=among)]
         assert [port.port for port in held] == [among[0], among[2]]
-        assert refused(lambda: hold_ports(1, among=among)) == ("ports", "no-free-port")
+        assert refused(lambda: hold_ports(1, among=among)) == ("ports", "port-taken")
 
 
 def test_a_held_port_is_silent_and_free_once_released():

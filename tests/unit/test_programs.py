@@ -183,7 +183,6 @@ for extra, call in {{
 for extra, program, words in (
     ("submit", submit, ["--to", "kubernetes", "--image", "i", "--dry_run"]),
     ("digits", demo.main, []),
-    ("metrics", main, ["--metrics_port", "9464", "--run_dir", "run"]),
     ("ray", main, ["--on", "ray", "-m", "tfdist.train"]),
 ):
     print(extra, file=sys.stderr, flush=True)
@@ -197,7 +196,7 @@ def test_tfdist_works_without_extras_and_names_missing_ones(tmp_path):
     done = python(tmp_path / "program.py", cwd=tmp_path, env={**environ, "PYTHONPATH": os.getcwd()})
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    for extra in ("submit", "digits", "metrics", "ray"):
+    for extra in ("submit", "digits", "ray"):
         following = lines[lines.index(extra) + 1]
         assert f"pip install 'tfdist[{extra}]'" in following, done.stderr
     events = EventAccumulator(str(tmp_path / "events")).Reload()

@@ -52,7 +52,7 @@ def test_no_job_starts_if_the_function_cannot_be_pickled(source, args):
 
 def test_a_spawn_within_a_task_is_refused(monkeypatch):
     monkeypatch.setenv(MARK, "0123")
-    assert refusal(len).code == "nested-spawn"
+    assert refusal(len).code == "nested-launcher"
 
 
 @pytest.mark.parametrize(

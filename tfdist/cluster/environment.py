@@ -9,7 +9,7 @@ The rules (docs/schedulers.md explains them to users):
 * A process is one of several tasks only if tfdist's launcher, ``srun`` with several tasks or
   ``mpirun`` with several ranks started it, or if TFDIST_HOSTS, TF_CONFIG or a platform's list of
   nodes is set. An allocation or an index is not enough.
-* A task of tfdist's launcher (which sets TFDIST_JOB) reads only TF_CONFIG. The launcher itself may
+* A task of tfdist's launcher (which sets _TFDIST_JOB) reads only TF_CONFIG. The launcher itself may
   be a task of a Slurm step.
 * Other processes use the first source in the order of `SOURCES` that describes them. TF_CONFIG
   precedes all other sources. ``mpirun`` precedes ``srun``, because it runs inside a Slurm step.
@@ -21,10 +21,8 @@ The rules (docs/schedulers.md explains them to users):
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from tfdist.cluster import settings, tf_config
 from tfdist.cluster.address import (
@@ -34,7 +32,7 @@ from tfdist.cluster.address import (
     ranks_of,
     shown,
 )
-from tfdist.cluster.placement import one_of, place, port_of_job, same_host
+from tfdist.cluster.placement import one_of, place, port_of_job, same_host, unfit
 from tfdist.cluster.settings import integer, needed, text
 from tfdist.cluster.tf_config import ClusterSpec, Task, TaskConfig
 from tfdist.errors import UsageError, require_one_of
@@ -70,15 +68,6 @@ _JOB_NAMES = (
 )
 
 
-class _World(NamedTuple):
-    """Place of a rank as set by its launcher. `names` are the variables of the three fields."""
-
-    size: int
-    rank: int
-    local_size: int | None
-    names: Sequence[str]
-
-
 def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this rank's part of the job, or `None` outside a job of several ranks.
 
@@ -88,54 +77,46 @@ def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfi
     Raises:
         UsageError: the hosts of the ranks are unknown.
     """
-    world = _world(environ)
-    if world is None or world.size == 1:
+    names = _names_of_mpi(environ)
+    if not names:
         return None
-    ranks = _hosts_of_mpi(environ, world)
+    size = needed(environ, names[0], least=1)
+    rank = needed(environ, names[1], most=size - 1)
+    if size == 1:
+        return None
+    is_here = integer(environ, names[2], least=1, most=size) == size
+    is_listed = text(environ, HOSTS) or not is_here
+    ranks = _hosts_of_mpi(environ, size) if is_listed else [_LOCAL_HOST] * size
     job = next(filter(None, (text(environ, name) for name in _JOB_NAMES)), "0")
     first_port = port_of_job(job, job_settings=job_settings)
-    return place(ranks, rank=world.rank, job_settings=job_settings, job_port=first_port)
+    return place(ranks, rank=rank, job_settings=job_settings, job_port=first_port)
 
 
-def _world(environ: Mapping[str, str]) -> _World | None:
+def _names_of_mpi(environ: Mapping[str, str]) -> Sequence[str]:
+    """Return the variables with the size, the rank and the local size, () outside of mpirun."""
     if _OMPI[0] in environ:
-        return _sized(environ, _OMPI)
+        return _OMPI
     # With --mpi=pmi2 srun sets the variables of PMI too. Its own variables have more details.
     step = f"{text(environ, 'SLURM_JOB_ID')}.{text(environ, 'SLURM_STEP_ID')}"
     is_of_slurm = text(environ, "PMI_JOBID") == step
-    if _PMI[0] in environ and _PMI[1] in environ and not is_of_slurm:
-        return _sized(environ, _PMI)
-    return None
+    return _PMI if {*_PMI[:2]} <= {*environ} and not is_of_slurm else ()
 
 
-def _sized(environ: Mapping[str, str], names: Sequence[str]) -> _World:
-    size = needed(environ, names[0], least=1)
-    rank = needed(environ, names[1], most=size - 1)
-    local_size = integer(environ, names[2], least=1, most=size)
-    return _World(size, rank, local_size, names)
-
-
-def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> list[str]:
-    """Return the host of each rank."""
-    value = text(environ, HOSTS)
-    if value:
+def _hosts_of_mpi(environ: Mapping[str, str], size: int) -> list[str]:
+    """Return the host of each rank, from TFDIST_HOSTS or a Slurm allocation."""
+    if value := text(environ, HOSTS):
         ranks = ranks_of(parse_hosts(value, where=HOSTS))
-        if len(ranks) < world.size:
-            raise _contradiction(
-                HOSTS,
-                f"{shown(value)} has {len(ranks)} slots, but {world.names[0]}={world.size}",
-                "give each host as many slots as mpirun gives it ranks, as in a:2,b:2",
-            )
-        return ranks[: world.size]
-    if world.local_size == world.size:
-        return [_LOCAL_HOST] * world.size
+        if len(ranks) < size:
+            problem = f"{shown(value)} has {len(ranks)} slots, but mpirun started {size} ranks"
+            fix = "give each host as many slots as mpirun gives it ranks, as in a:2,b:2"
+            raise _contradiction(HOSTS, problem, fix)
+        return ranks[:size]
     listed = text(environ, "SLURM_JOB_NODELIST")
     nodes = expand_hosts(listed, where="SLURM_JOB_NODELIST") if listed else []
-    if not nodes or world.size % len(nodes):
-        problem = f"the list of hosts of the {world.size} ranks is missing"
+    if not nodes or size % len(nodes):
+        problem = f"the list of hosts of the {size} ranks is missing"
         raise _missing(HOSTS, problem, f"pass {HOSTS} on with mpirun -x {HOSTS}")
-    each = world.size // len(nodes)
-    return [node for node in nodes for _ in range(each)]
+    return [node for node in nodes for _ in range(size // len(nodes))]
 
 
 # Cluster resolver of Slurm: the variables that ``srun`` sets in a step's tasks.
@@ -214,83 +195,35 @@ def _nodes_of_ranks(environ: Mapping[str, str], *, count: int) -> list[str]:
     return [name for name, number in zip(names, tasks, strict=True) for _ in range(number)]
 
 
-# Cluster resolver of Kubernetes: pods of an indexed Job, a StatefulSet or a JobSet.
+# Cluster resolver of plain hosts and of Kubernetes: a list ``host:slots,...`` in TFDIST_HOSTS.
 #
-# The manifest lists the pods in TFDIST_HOSTS as a node list. A pod finds itself in the list by its
-# host name, so all pods share one manifest. With a headless Service ``train`` as the pods'
-# ``subdomain``:
+# A host gets its index from TFDIST_NODE_RANK, or finds its name in the list. So all pods of an
+# indexed Job, a StatefulSet or a JobSet share one manifest. With a headless Service ``train`` as
+# the pods' ``subdomain``:
 #
 # * an indexed Job ``mnist``: ``TFDIST_HOSTS=mnist-[0-3].train``. The control plane names pods
-#   ``$(job name)-$(index)`` and sets JOB_COMPLETION_INDEX
+#   ``$(job name)-$(index)``
 #   (https://kubernetes.io/docs/tasks/job/job-with-pod-to-pod-communication/).
 # * a StatefulSet ``mnist``: the same names.
 # * a JobSet ``mnist``: ``mnist-worker-0-[0-3].mnist,mnist-ps-0-[0-1].mnist``, with TFDIST_PS=2
 #   (``site/static/examples/simple/jobset-with-network.yaml`` in
 #   https://github.com/kubernetes-sigs/jobset).
-#
-# TFJob sets TF_CONFIG, so it does not use this resolver.
-
-POD_INDEX = "JOB_COMPLETION_INDEX"
-
-
-def from_kubernetes(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return this pod's part of the job, or `None` outside a pod with TFDIST_HOSTS.
-
-    If TFDIST_NODE_RANK is set too, `from_hosts` handles the pod like any other host.
-
-    Raises:
-        UsageError: the pod is not in the list, or a host has several slots.
-    """
-    is_pod = "KUBERNETES_SERVICE_HOST" in environ or POD_INDEX in environ
-    if not is_pod or not text(environ, HOSTS) or text(environ, NODE_RANK):
-        return None
-    listed = parse_hosts(text(environ, HOSTS), where=HOSTS)
-    if any(slots > 1 for _, slots in listed):
-        problem = f"{shown(text(environ, HOSTS))} gives a pod several tasks"
-        raise _contradiction(HOSTS, problem, "list a pod for each task")
-    pods = [host for host, _ in listed]
-    return one_of(pods, rank=_rank_of_pod(environ, pods), job_settings=job_settings)
-
-
-def _rank_of_pod(environ: Mapping[str, str], pods: Sequence[str]) -> int:
-    name = text(environ, "HOSTNAME")
-    if not name:
-        problem = "the variable with the pod's name is not set"
-        raise _missing("HOSTNAME", problem, "set HOSTNAME to the pod's name")
-    ranks = [rank for rank, pod in enumerate(pods) if same_host(pod, name)]
-    if len(ranks) != 1:
-        raise _contradiction(
-            "HOSTNAME",
-            f"{HOSTS}={shown(environ[HOSTS])} lists this pod, {shown(name)}, {len(ranks)} times",
-            f"list each pod of the job once in {HOSTS}, with the Service's name",
-        )
-    return ranks[0]
-
-
-# Cluster resolver of plain hosts, without a scheduler: a list ``host:slots,...``.
-#
-# The list is in TFDIST_HOSTS or in a flag of a program. Each host receives its index in the list.
 
 
 def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
     """Return this task's part of the job on TFDIST_HOSTS, or `None` if TFDIST_HOSTS is not set.
 
-    TFDIST_NODE_RANK is the index of this host in the list. TFDIST_LOCAL_RANK is the index of
-    this process among the slots of the host, if the host has several slots.
+    TFDIST_LOCAL_RANK is the index of this process among the slots of the host, if the host has
+    several slots.
+
+    Raises:
+        UsageError: the place of this host or process is unknown.
     """
     value = text(environ, HOSTS)
     if not value:
         return None
     listed = parse_hosts(value, where=HOSTS)
-    # A single host needs no rank, for example the only pod of a job.
-    node_rank = needed(environ, NODE_RANK) if listed[1:] else integer(environ, NODE_RANK) or 0
-    if node_rank >= len(listed):
-        raise _contradiction(
-            NODE_RANK,
-            f"{node_rank} is out of range (0 to {len(listed) - 1}), because {HOSTS} lists "
-            f"{len(listed)} hosts",
-            "set it to the position of each host in the list, from 0 on",
-        )
+    node_rank = _rank_of_host(environ, [host for host, _ in listed])
     slots = listed[node_rank][1]
     local = integer(environ, LOCAL_RANK, most=slots - 1)
     if local is None and slots > 1:
@@ -300,7 +233,20 @@ def from_hosts(environ: Mapping[str, str], job_settings: JobSettings) -> TaskCon
     return one_of(ranks_of(listed), rank=rank, job_settings=job_settings)
 
 
-# Platforms that give each node the list of nodes and its own position. Each node is one task.
+def _rank_of_host(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
+    """Return TFDIST_NODE_RANK, or the position of HOSTNAME in the list of hosts."""
+    rank = integer(environ, NODE_RANK, most=len(hosts) - 1)
+    if rank is not None or len(hosts) == 1:  # the only pod of a job needs no rank
+        return rank or 0
+    name = text(environ, "HOSTNAME")
+    ranks = [i for i, host in enumerate(hosts) if name and same_host(host, name)]
+    if len(ranks) == 1:
+        return ranks[0]
+    problem = f"the variable is not set, and {HOSTS} has HOSTNAME {shown(name)} {len(ranks)} times"
+    raise _missing(NODE_RANK, problem, "set it to the position of each host in the list")
+
+
+# SkyPilot gives each node the list of nodes and its own position. Each node is one task.
 
 
 def from_skypilot(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
@@ -309,49 +255,10 @@ def from_skypilot(environ: Mapping[str, str], job_settings: JobSettings) -> Task
     https://docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html
     """
     nodes = text(environ, "SKYPILOT_NODE_IPS").split()
-    return _node_of(nodes, environ, rank="SKYPILOT_NODE_RANK", job_settings=job_settings)
-
-
-def from_leader_worker_set(
-    environ: Mapping[str, str], job_settings: JobSettings
-) -> TaskConfig | None:
-    """Return this pod's part of its group in a LeaderWorkerSet, or `None` elsewhere.
-
-    Pod ``i`` of the group of leader ``NAME.DOMAIN`` is ``NAME-i.DOMAIN``:
-    https://lws.sigs.k8s.io/docs/reference/labels-annotations-and-environment-variables/
-    """
-    leader = text(environ, "LWS_LEADER_ADDRESS")
-    name, _, domain = leader.partition(".")
-    size = needed(environ, "LWS_GROUP_SIZE", least=1) if leader else 0
-    nodes = [leader, *(f"{name}-{index}.{domain}" for index in range(1, size))] if leader else []
-    return _node_of(nodes, environ, rank="LWS_WORKER_INDEX", job_settings=job_settings)
-
-
-def from_sagemaker(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
-    """Return this host's part of a SageMaker training job, or `None` elsewhere.
-
-    https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
-    """
-    value, own = text(environ, "SM_HOSTS"), text(environ, "SM_CURRENT_HOST")
-    if not value:
-        return None
-    try:
-        nodes = [str(host) for host in json.loads(value)]
-        rank = str(nodes.index(own))
-    except (ValueError, TypeError):
-        problem = f"{shown(value)} is not a JSON list that contains SM_CURRENT_HOST={shown(own)}"
-        fix = "pass SageMaker's variables on to the task unchanged"
-        raise _contradiction("SM_HOSTS", problem, fix) from None
-    return _node_of(nodes, {"rank": rank}, rank="rank", job_settings=job_settings)
-
-
-def _node_of(
-    nodes: Sequence[str], environ: Mapping[str, str], *, rank: str, job_settings: JobSettings
-) -> TaskConfig | None:
     if not nodes:
         return None
-    number = needed(environ, rank, most=len(nodes) - 1)
-    return one_of(nodes, rank=number, job_settings=job_settings)
+    rank = needed(environ, "SKYPILOT_NODE_RANK", most=len(nodes) - 1)
+    return one_of(nodes, rank=rank, job_settings=job_settings)
 
 
 Reader = Callable[[Mapping[str, str], JobSettings], TaskConfig | None]
@@ -366,11 +273,8 @@ SOURCES: Mapping[str, Reader] = {
     "tf_config": _read_tf_config,
     "mpi": from_mpi,
     "slurm": from_slurm,
-    "kubernetes": from_kubernetes,
     "hosts": from_hosts,
     "skypilot": from_skypilot,
-    "lws": from_leader_worker_set,
-    "sagemaker": from_sagemaker,
 }
 """Readers by their names in TFDIST_CLUSTER, in order of precedence."""
 
@@ -380,19 +284,16 @@ def detect(environ: Mapping[str, str]) -> TaskConfig | None:
     job_settings = settings.from_environ(environ)
     named = text(environ, CLUSTER)
     fix = "correct the value, or unset the variable"
-    require_one_of(CLUSTER, named or "auto", ("auto", "none", *SOURCES), fix=fix, code="ENV001")
+    require_one_of(CLUSTER, named or "auto", ("auto", "none", *SOURCES), fix=fix, code="bad-value")
     if named == "none":
         return _alone(job_settings)
     if named not in ("", "auto"):
         config = SOURCES[named](environ, job_settings)
         if config is not None:
             return config
-        raise UsageError(
-            CLUSTER,
-            f"the variables of {named} do not make this process one of several tasks",
-            fix=f"start the program as a task of {named}, or unset {CLUSTER}",
-            code="ENV007",
-        )
+        problem = f"the variables of {named} do not make this process one of several tasks"
+        fix = f"start the program as a task of {named}, or unset {CLUSTER}"
+        raise _contradiction(CLUSTER, problem, fix)
     for name, read in SOURCES.items():
         config = read(environ, job_settings)
         if config is not None:
@@ -412,13 +313,9 @@ def _alone(job_settings: JobSettings) -> TaskConfig | None:
     }
     for where, value in of_several.items():
         if value:
-            raise UsageError(
-                where,
-                f"{value} needs several tasks, but this process is not a task of a job",
-                fix="start the program with srun, mpirun, TFDIST_HOSTS or TF_CONFIG, or unset "
-                f"{where}",
-                code="ENV004",
-            )
+            problem = f"{value} needs several tasks, but this process is not a task of a job"
+            fix = "start the program with srun, mpirun, TFDIST_HOSTS or TF_CONFIG"
+            raise unfit(where, problem, f"{fix}, or unset {where}")
     options = part(JobOptions, job_settings)
     if options == JobOptions():
         return None
@@ -460,7 +357,7 @@ def _check_size(config: TaskConfig, environ: Mapping[str, str], job_settings: Jo
 
 
 def _disagreement(where: str, problem: str, or_else: str) -> UsageError:
-    return UsageError(where, problem, fix=f"unset {where}, or {or_else}", code="ENV006")
+    return UsageError(where, problem, fix=f"unset {where}, or {or_else}", code="bad-environment")
 
 
 def _missing(where: str, problem: str, fix: str) -> UsageError:
@@ -468,4 +365,4 @@ def _missing(where: str, problem: str, fix: str) -> UsageError:
 
 
 def _contradiction(where: str, problem: str, fix: str) -> UsageError:
-    return UsageError(where, problem, fix=fix, code="ENV007")
+    return UsageError(where, problem, fix=fix, code="bad-environment")

@@ -77,32 +77,21 @@ def task_types(count: int, *, job_settings: JobSettings) -> list[str]:
     is_one_process = job_settings.kind.is_one_process
     if job_settings.evaluator:
         if count == 1 or is_one_process:
-            raise UsageError(
-                EVALUATOR,
-                f"an evaluator cannot join a job of {count} task{'s' * (count > 1)} "
-                f"with strategy {job_settings.strategy}",
-                fix=f"use multiworker or ps with an additional task, or unset {EVALUATOR}",
-                code="ENV004",
-            )
+            problem = f"no evaluator can join a job of {count} tasks under {job_settings.strategy}"
+            fix = f"use multiworker or ps with an additional task, or unset {EVALUATOR}"
+            raise unfit(EVALUATOR, problem, fix)
         training = replace(job_settings, evaluator=False)
         return [*task_types(count - 1, job_settings=training), "evaluator"]
     ps = _ps_count(job_settings)
     if not ps:
         if is_one_process and count > 1:
-            raise UsageError(
-                STRATEGY,
-                f"{job_settings.strategy} runs in one task, but the job has {count}",
-                fix=f"start one task, or set {CLUSTER}=none for {count} separate jobs",
-                code="ENV004",
-            )
+            problem = f"{job_settings.strategy} runs in one task, but the job has {count}"
+            fix = f"start one task, or set {CLUSTER}=none for {count} separate jobs"
+            raise unfit(STRATEGY, problem, fix)
         return ["worker"] * count
     if count < ps + 2:
-        raise UsageError(
-            PS,
-            f"a job with {ps} ps needs {ps + 2} tasks (with a chief and a worker), but has {count}",
-            fix="start more tasks, or fewer ps",
-            code="ENV004",
-        )
+        problem = f"{ps} ps need {ps + 2} tasks with a chief and a worker, but the job has {count}"
+        raise unfit(PS, problem, "start more tasks, or fewer ps")
     return ["chief"] + ["worker"] * (count - 1 - ps) + ["ps"] * ps
 
 
@@ -122,12 +111,14 @@ def _addresses(hosts: Sequence[str], *, first_port: int, among: range | None = N
         return made
     if first_port > among.start:
         return _addresses(hosts, first_port=among.start, among=among)  # use the whole range
-    raise UsageError(
-        PORTS,
-        f"{as_text(among)} has {len(among)} ports for {last_port - first_port + 1} tasks on a host",
-        fix=f"set {PORTS} to a larger range",
-        code="ENV001",
-    )
+    count = last_port - first_port + 1
+    problem = f"{as_text(among)} has {len(among)} ports for {count} tasks on a host"
+    raise unfit(PORTS, problem, f"set {PORTS} to a larger range")
+
+
+def unfit(where: str, problem: str, fix: str) -> UsageError:
+    """Return the error for a setting that does not fit the tasks of the job."""
+    return UsageError(where, problem, fix=fix, code="exclusive")
 
 
 def port_of_job(job: str, *, step: int = 0, job_settings: JobSettings | None = None) -> int:
@@ -156,17 +147,9 @@ def _ps_count(job_settings: JobSettings) -> int:
     if job_settings.ps is None:
         return int(kind.has_servers)
     if kind is not AUTO and not kind.has_servers and job_settings.ps:
-        raise UsageError(
-            PS,
-            f"{job_settings.ps} parameter servers need {STRATEGY}=ps, not {job_settings.strategy}",
-            fix=f"unset {PS}, or set {STRATEGY}=ps",
-            code="ENV004",
-        )
+        problem = f"{job_settings.ps} ps need {STRATEGY}=ps, not {job_settings.strategy}"
+        raise unfit(PS, problem, f"unset {PS}, or set {STRATEGY}=ps")
     if kind.has_servers and not job_settings.ps:
-        raise UsageError(
-            PS,
-            f"{STRATEGY}=ps needs at least one parameter server",
-            fix=f"set {PS}=1, or another strategy",
-            code="ENV004",
-        )
+        problem = f"{STRATEGY}=ps needs at least one parameter server"
+        raise unfit(PS, problem, f"set {PS}=1, or another strategy")
     return job_settings.ps

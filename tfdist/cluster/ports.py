@@ -49,7 +49,7 @@ def parse_ports(value: str, *, where: str) -> range:
         where,
         f"{shown(value)} is not a range first-last of ports from 1 to 65535",
         fix="write a range such as 20000-20100",
-        code="bad-ports",
+        code="bad-value",
     )
 
 
@@ -112,7 +112,7 @@ def hold_ports(
             problem = f"tfdist cannot reserve {n} ports, one for each task ({error.strerror})"
             fix = "start fewer tasks, raise the limit of open files (ulimit -n), or pass more ports"
             fix += " (--ports). If a job just finished, wait a minute"
-            raise UsageError("ports", problem, fix=fix, code="no-free-port") from error
+            raise UsageError("ports", problem, fix=fix, code="port-taken") from error
         stack.pop_all()
     return held
 

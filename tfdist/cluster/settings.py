@@ -16,13 +16,13 @@ from tfdist.cluster.ports import parse_ports
 from tfdist.errors import UsageError
 from tfdist.options import (
     CLUSTER,
-    LAUNCHED,
     PLACE,
     PORTS,
     RESTARTS,
     STAGES,
     STRATEGY,
     UNCOUNTED_RESTARTS,
+    JobOptions,
     JobSettings,
     Option,
     table,
@@ -51,14 +51,14 @@ def from_environ(environ: Mapping[str, str]) -> JobSettings:
     settings = JobSettings(**given, attempt=1 + restarts(environ))
     if settings.stages is not None and not settings.kind.has_stages:
         problem = f"stages need the strategy pipeline, but the strategy is {settings.strategy}"
-        raise UsageError(STAGES, problem, fix=f"set {STRATEGY}=pipeline", code="ENV001")
+        raise UsageError(STAGES, problem, fix=f"set {STRATEGY}=pipeline", code="bad-value")
     ports_of(settings)
     return settings
 
 
-def ports_of(settings: JobSettings) -> range | None:
+def ports_of(options: JobOptions) -> range | None:
     """Return the ports that tasks may use, `None` for any. Raise UsageError if they are invalid."""
-    return None if settings.ports is None else parse_ports(settings.ports, where=PORTS)
+    return None if options.ports is None else parse_ports(options.ports, where=PORTS)
 
 
 def _value(option: Option, value: str) -> Any:
@@ -88,9 +88,9 @@ def integer(
     allowed = f"an integer from {least} " + ("on" if most == _MAX else f"to {most}")
     problem = f"{shown(value)} is not {allowed}"
     if name in NAMES:
-        raise UsageError(name, problem, fix="correct it, or unset it", code="ENV001")
+        raise UsageError(name, problem, fix="correct it, or unset it", code="bad-value")
     fix = f"find the program that sets {name} in this job"
-    raise UsageError(name, problem, fix=fix, code="ENV007")
+    raise UsageError(name, problem, fix=fix, code="bad-environment")
 
 
 def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = _MAX) -> int:
@@ -98,20 +98,20 @@ def needed(environ: Mapping[str, str], name: str, *, least: int = 0, most: int =
     value = integer(environ, name, least=least, most=most)
     if value is None:
         fix = f"pass it on to the task, or set {CLUSTER}=none if the job has one task"
-        raise UsageError(name, "the variable is not set", fix=fix, code="ENV007")
+        raise UsageError(name, "the variable is not set", fix=fix, code="bad-environment")
     return value
 
 
 def _refuse_misspelt(environ: Mapping[str, str]) -> None:
     for name in environ:
-        if not name.startswith("TFDIST_") or name in NAMES or name == LAUNCHED:
+        if not name.startswith("TFDIST_") or name in NAMES:
             continue
         endings = [ours.removeprefix("TFDIST_") for ours in NAMES]
         close = difflib.get_close_matches(name.removeprefix("TFDIST_"), endings, n=1, cutoff=0.8)
         if close:
             ours = f"TFDIST_{close[0]}"
-            fix = f"write {ours}, or unset {name}"
-            raise UsageError(name, f"the name is unknown, unlike {ours}", fix=fix, code="ENV002")
+            problem, fix = f"the name is unknown, unlike {ours}", f"write {ours}, or unset {name}"
+            raise UsageError(name, problem, fix=fix, code="unknown-value")
 
 
 _SECRET = re.compile(

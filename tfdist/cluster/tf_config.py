@@ -20,6 +20,9 @@ from tfdist.options import JobOptions, table
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 
+CODE = "bad-tf-config"
+"""Code of the errors of a job's tasks, addresses and options."""
+
 _RANK = {type_: rank for rank, type_ in enumerate(TASK_TYPES)}
 
 
@@ -35,9 +38,9 @@ class Task:
     index: int
 
     def __post_init__(self) -> None:
-        require_one_of("task type", self.type, TASK_TYPES, code="TFC015")
+        require_one_of("task type", self.type, TASK_TYPES, code=CODE)
         fix = 'give the position of the task in its list, without quotes, as in "index": 0'
-        require_int("task index", self.index, least=0, fix=fix, code="TFC016")
+        require_int("task index", self.index, least=0, fix=fix, code=CODE)
 
     def __str__(self) -> str:
         return f"{self.type}-{self.index}"
@@ -71,7 +74,7 @@ class ClusterSpec:
     def from_dict(cls, addresses: Mapping[str, object]) -> ClusterSpec:
         """Return the spec of ``{task type: list of addresses}``, the format of TF_CONFIG."""
         for type_ in addresses:
-            require_one_of("cluster", type_, TASK_TYPES, code="TFC008")
+            require_one_of("cluster", type_, TASK_TYPES, code=CODE)
         cluster = cls(**addresses)  # type: ignore[arg-type]  # checked in __post_init__
         _check_not_empty(cluster, addresses)
         return cluster
@@ -107,12 +110,9 @@ class ClusterSpec:
         if task.index < len(addresses):
             return addresses[task.index]
         has = ", ".join(f"{len(listed)} {type_}" for type_, listed in self.as_dict().items())
-        raise UsageError(
-            "task",
-            f"the cluster has no {task} (it has {has or 'no tasks'})",
-            fix=f"correct the task, or add its address to the cluster's {task.type} list",
-            code="TFC017",
-        )
+        problem = f"the cluster has no {task} (it has {has or 'no tasks'})"
+        fix = f"correct the task, or add its address to the cluster's {task.type} list"
+        raise _wrong("task", problem, fix)
 
     def without_evaluator(self) -> ClusterSpec:
         """Return the cluster of the training tasks."""
@@ -147,12 +147,8 @@ class ClusterSpec:
 def _address_tuple(addresses: object, type_: str) -> tuple[str, ...]:
     if isinstance(addresses, (list, tuple)):
         return tuple(addresses)
-    raise UsageError(
-        f"cluster {type_}",
-        f"{shown(addresses)} is not a list of addresses",
-        fix=f'write "{type_}": ["host:port", ...], or leave out {type_}',
-        code="TFC009",
-    )
+    fix = f'write "{type_}": ["host:port", ...], or leave out {type_}'
+    raise _wrong(f"cluster {type_}", f"{shown(addresses)} is not a list of addresses", fix)
 
 
 def _check_addresses(cluster: ClusterSpec) -> None:
@@ -163,31 +159,19 @@ def _check_addresses(cluster: ClusterSpec) -> None:
             key = check_address(address, where=f"cluster {name}")
             first = seen.setdefault(key, name)
             if first is not name:
-                raise UsageError(
-                    "cluster",
-                    f"{first} and {name} have the same address, {shown(address)}",
-                    fix=f"give {name} another port",
-                    code="TFC012",
-                )
+                problem = f"{first} and {name} have the same address, {shown(address)}"
+                raise _wrong("cluster", problem, f"give {name} another port")
 
 
 def _check_roles(cluster: ClusterSpec) -> None:
     for type_ in ("chief", "evaluator"):
         if (count := len(getattr(cluster, type_))) > 1:
-            raise UsageError(
-                "cluster",
-                f"the cluster has {count} addresses of type {type_}, but a job has at most one",
-                fix=f"keep one {type_}",
-                code="TFC013",
-            )
+            problem = f"it has {count} addresses of type {type_}, but a job has at most one"
+            raise _wrong("cluster", problem, f"keep one {type_}")
     for type_ in ("chief", "worker"):
         if cluster.ps and not getattr(cluster, type_):
-            raise UsageError(
-                "cluster",
-                f"a cluster with ps needs a {type_}, but has none",
-                fix=f'add "{type_}": ["host:port"], or remove "ps" if the job is multiworker',
-                code="TFC014",
-            )
+            fix = f'add "{type_}": ["host:port"], or remove "ps" if the job is multiworker'
+            raise _wrong("cluster", f"a cluster with ps needs a {type_}, but has none", fix)
 
 
 def _check_not_empty(cluster: ClusterSpec, addresses: Mapping[str, object]) -> None:
@@ -198,12 +182,12 @@ def _check_not_empty(cluster: ClusterSpec, addresses: Mapping[str, object]) -> N
     """
     named = [type_ for type_ in addresses if type_ != "evaluator"]
     if named and not cluster.training_tasks():
-        raise UsageError(
-            f"cluster {named[0]}",
-            "the cluster has no training task",
-            fix=f"list the address of each {named[0]}, or unset TF_CONFIG if the job has one task",
-            code="TFC009",
-        )
+        fix = f"list the address of each {named[0]}, or unset TF_CONFIG if the job has one task"
+        raise _wrong(f"cluster {named[0]}", "the cluster has no training task", fix)
+
+
+def _wrong(where: str, problem: str, fix: str) -> UsageError:
+    return UsageError(where, problem, fix=fix, code=CODE)
 
 
 VARIABLE = "TF_CONFIG"
@@ -258,33 +242,23 @@ def decode(text: str | bytes) -> TaskConfig:
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(
-            VARIABLE,
-            f"{shown(text)} is not valid JSON ({error})",
-            fix="correct the value (json.dumps in Python and jq write valid JSON)",
-            code="TFC001",
-        ) from None
+        fix = "correct the value (json.dumps in Python and jq write valid JSON)"
+        raise _wrong(VARIABLE, f"{shown(text)} is not valid JSON ({error})", fix) from None
     with _place(VARIABLE):
         match fields:
             case {"cluster": dict(lists), "task": {"type": type_, "index": index}}:
                 cluster = ClusterSpec.from_dict(lists)
                 options = _options(fields.get("tfdist", {}))
                 return TaskConfig(cluster=cluster, task=Task(type_, index), options=options)
-        raise UsageError(
-            "",
-            f"{shown(fields)} lacks some of the keys",
-            fix='write {"cluster": {"worker": ["host:port"]}, "task": {"type": "worker", '
-            '"index": 0}}',
-            code="TFC005",
-        )
+        fix = 'write {"cluster": {"worker": ["host:port"]}, "task": {"type": "worker", "index": 0}}'
+        raise _wrong("", f"{shown(fields)} lacks some of the keys", fix)
 
 
 def _options(values: object) -> JobOptions:
     if not isinstance(values, dict):
-        problem = f"{shown(values)} is not a JSON object"
-        raise UsageError("tfdist", problem, fix='write "tfdist": {...}', code="TFC007")
+        raise _wrong("tfdist", f"{shown(values)} is not a JSON object", 'write "tfdist": {...}')
     for name in values:
-        require_one_of("tfdist", name, table(JobOptions), code="TFC018")
+        require_one_of("tfdist", name, table(JobOptions), code=CODE)
     return JobOptions(**values)
 
 
@@ -346,19 +320,12 @@ def _check_agreement(config: TaskConfig) -> None:
         ),
     ):
         if is_wrong:
-            raise UsageError(
-                "tfdist.strategy",
-                f"{kind.name!r} is impossible, because the cluster has {has}",
-                fix=f"{fix}, or use another strategy",
-                code="TFC020",
-            )
+            problem = f"{kind.name!r} is impossible, because the cluster has {has}"
+            raise _wrong("tfdist.strategy", problem, f"{fix}, or use another strategy")
     if is_training and count % (config.options.stages or 1):
-        raise UsageError(
-            "tfdist.stages",
-            f"{count} tasks cannot be divided into pipelines of {config.options.stages} stages",
-            fix=f"use {count} stages, or another number of tasks",
-            code="TFC020",
-        )
+        stages = config.options.stages
+        problem = f"{count} tasks cannot be divided into pipelines of {stages} stages"
+        raise _wrong("tfdist.stages", problem, f"use {count} stages, or another number of tasks")
 
 
 @contextlib.contextmanager

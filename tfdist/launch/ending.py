@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import settings
-from tfdist.errors import EXIT_FAILED, EXIT_USAGE, TfdistError, UsageError, named
+from tfdist.errors import TfdistError, named
 from tfdist.files import is_held
 from tfdist.launch.events import STOP_CODES
 from tfdist.launch.live import LIVE_FILE
 from tfdist.launch.multihost.host_agreement import without_secrets
-from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions
-from tfdist.launch.run_dir import REPORT_FILE, RUNS, earlier_attempts, slurm_prefix
+from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions, refuse
+from tfdist.launch.run_dir import REPORT_FILE, RUNS, slurm_prefix
 from tfdist.options import LaunchFlags, names_of, table
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
 
@@ -64,12 +64,8 @@ def continued_run(options: LaunchOptions, environ: Mapping[str, str]) -> Path | 
         runs = _runs_of(options, "*")
         runs = [run for run in runs if _read(run / REPORT_FILE)["exit_code"] != 0]
         if not runs:
-            raise UsageError(
-                "--resume",
-                f"{RUNS}/ has no unfinished run of this command",
-                fix="leave --resume out to start a new run, or name a run with --run_dir",
-                code="no-run",
-            )
+            fix = "leave --resume out to start a new run, or name a run with --run_dir"
+            refuse("resume", f"{RUNS}/ has no unfinished run of this command", fix, code="no-run")
         return max(runs, key=_progress)
     if options.run_dir is None and settings.integer(environ, "SLURM_RESTART_COUNT"):
         return max(_runs_of(options, f"{slurm_prefix(environ)}*"), key=_progress, default=None)
@@ -144,16 +140,7 @@ def closing_lines(run_dir: Path, *, exit_code: int, seconds: float, resume: str)
     lines.append(f"report: tfdist report {where}")
     if not exit_code:
         return lines
-    never_began = exit_code in (EXIT_FAILED, EXIT_USAGE) and not _has_steps(run_dir)
-    return [*lines, f"{'after the fix' if never_began else 'resume'}: {resume}"]
-
-
-def _has_steps(run_dir: Path) -> bool:
-    """Return whether the report has an attempt that finished a step."""
-    return any(
-        entry.get("first_step_s") is not None or (entry.get("first_failure") or {}).get("step")
-        for entry in earlier_attempts(run_dir)
-    )
+    return [*lines, f"resume: {resume}"]
 
 
 def _metric_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:

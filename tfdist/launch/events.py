@@ -38,7 +38,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tfdist.cluster import Task
+from tfdist.launch.membership import Go, Knock, View, Welcome
 from tfdist.phases import PendingWork
+
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,53 +110,17 @@ class StopRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemberReady:
-    """Connection of an elastic task to the launcher."""
+class MemberSaid:
+    """Message of an elastic task to the launcher (see `tfdist.launch.membership`).
+
+    The messages are ``{"ready": true}`` at the start, ``{"ack": epoch, "done": operations,
+    "has_state": bool}`` from a member that has left its old view, ``{"knock": true}`` from a task
+    that joins, ``{"admit": index, "epoch": epoch}`` with the consent of a member,
+    ``{"broken": epoch}`` after a lost connection, and ``{"is_replaceable": bool}`` from the chief.
+    """
 
     task: Task
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemberAcked:
-    """Answer of a member that has left its old view (see `tfdist.launch.membership`)."""
-
-    task: Task
-    epoch: int
-    done: int
-    """Number of finished operations (see `tfdist.elastic.mesh`)."""
-    has_state: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemberKnocks:
-    """Request of a task to join the members."""
-
-    task: Task
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemberAdmits:
-    """Consent of a member to a task that joins."""
-
-    task: Task
-    epoch: int
-    joining: Task
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemberBroken:
-    """Loss of a member's connection to another member of its view."""
-
-    task: Task
-    epoch: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemberReplaceable:
-    """Message of the chief: from now on another member can, or can no longer, replace it."""
-
-    task: Task
-    is_replaceable: bool
+    message: Message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,16 +133,7 @@ class Resize:
 NOT_STEADY = "the job is starting or ending"
 
 
-MemberEvent = (
-    MemberReady
-    | MemberAcked
-    | MemberKnocks
-    | MemberAdmits
-    | MemberBroken
-    | MemberReplaceable
-    | Resize
-)
-Event = Started | Raised | Beat | Ended | StopRequest | MemberEvent
+Event = Started | Raised | Beat | Ended | StopRequest | MemberSaid | Resize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,36 +199,6 @@ class Say:
     text: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShowView:
-    """Tell the members of an elastic job to leave their view."""
-
-    epoch: int
-    members: tuple[Task, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GoOn:
-    """Connect the members of a view, and let them go on (see `membership.Go`)."""
-
-    epoch: int
-    members: tuple[Task, ...]
-    done: int
-    source: Task
-    behind: tuple[Task, ...]
-    joining: tuple[Task, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Acquaint:
-    """Connect a joining task to a member, or tell the member that the task waits."""
-
-    joining: Task
-    member: Task
-    is_ready: bool
-    """Whether the task is ready to take the state."""
-
-
 @dataclass(frozen=True, slots=True)
 class Leave:
     """Tell a member of an elastic job to exit."""
@@ -286,7 +214,7 @@ class AnswerResize:
     """Reason of a refusal, "" if the number changes."""
 
 
-MemberAction = ShowView | GoOn | Acquaint | Leave | AnswerResize
+MemberAction = View | Go | Welcome | Knock | Leave | AnswerResize
 TaskAction = Start | Signal | KillOne | AskForStacks | ShowFailure | MemberAction
 Action = TaskAction | Say
 
@@ -302,7 +230,10 @@ def task_of(name: object) -> Task:
     return Task(match[1], int(match[2]))  # may raise UsageError, a kind of ValueError
 
 
-Message = dict[str, Any]
+def worker(index: int) -> Task:
+    """Return the task of a worker."""
+    return Task("worker", index)
+
 
 NO_SENSE = (ValueError, KeyError, TypeError, OverflowError)
 """Exceptions when decoding an invalid message."""
@@ -447,8 +378,7 @@ class SignalPipe:
     caller has blocked is unblocked.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._requested_s = -math.inf
         self._old_fd = -1
         self._old: dict[signal.Signals, object] = {}
@@ -485,7 +415,7 @@ class SignalPipe:
         return [signum for signum in self.read() if signum in STOP_SIGNALS]
 
     def _is_new(self) -> bool:
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s - self._requested_s < SAME_REQUEST_S:
             return False
         self._requested_s = now_s

@@ -59,34 +59,12 @@ The server blocks these signals until its launcher exits, because the tasks exit
 def main(argv: Sequence[str]) -> None:
     """Serve until the starting process has exited.
 
-    `argv` has the arguments of `_command`. If an optional module fails to import, the tasks import
-    it. If an optional module starts a thread, the server restarts without all optional modules,
-    because threads do not survive a fork.
+    `argv` has the file descriptor of the socket to the launcher, and the modules to import.
     """
-    control, dashes = socket.socket(fileno=int(argv[0])), argv.index("--")
-    modules, more = argv[1:dashes], argv[dashes + 1 :]
-    gc.disable()  # as in `import_once`
-    for name in more:
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            _log(f"cannot import {name}, so the tasks import it: {type(error).__name__}: {error}")
-    if more and count_threads() > 1:
-        _log(f"importing {', '.join(more)} started threads, restarting without these modules")
-        command = _command(control, modules)
-        os.execv(command[0], command)
+    control = socket.socket(fileno=int(argv[0]))
     os.set_inheritable(control.fileno(), False)
-    import_once(modules)
+    import_once(argv[1:])
     serve(control)
-
-
-def _command(control: socket.socket, modules: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """Return the command of a server, with required `modules` and optional modules (`more`)."""
-    return bootstrap_command("fork_server", str(control.fileno()), *modules, "--", *more)
-
-
-def _log(text: str) -> None:
-    print(f"fork server: {text}", flush=True)  # flush, or each fork would print it again
 
 
 def import_once(modules: Sequence[str]) -> None:
@@ -99,7 +77,8 @@ def import_once(modules: Sequence[str]) -> None:
         importlib.import_module(name)
     threads = count_threads()
     if threads > 1:  # other threads, and their locks, do not survive a fork
-        _log(f"{threads} threads run after the imports (expected 1), so tasks may hang")
+        text = f"fork server: {threads} threads run after the imports, so tasks may hang"
+        print(text, flush=True)  # flush, or each fork would print it again
     # Freeze shared objects, so that a task's garbage collector does not copy their pages. Run
     # no collection before: it is slow, and tasks that reuse the freed memory would copy its pages.
     gc.freeze()
@@ -238,20 +217,13 @@ class ForkTemplate:
 
     Args:
       modules: Modules to import.
-      more: Optional modules to import (see `main`).
       environ: Environment of the imports. Each task gets its job's environment.
       log_path: File for the output of the imports.
     """
 
     def __init__(
-        self,
-        modules: Sequence[str],
-        *,
-        more: Sequence[str] = (),
-        environ: Mapping[str, str],
-        log_path: Path,
+        self, modules: Sequence[str], *, environ: Mapping[str, str], log_path: Path
     ) -> None:
-        self._more = tuple(more)
         self._modules = tuple(modules)
         self._environ = {**environ, **ONE_THREAD}
         self._log_path = log_path
@@ -271,7 +243,7 @@ class ForkTemplate:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(self._log_path, "ab") as log:
             self._process = subprocess.Popen(
-                _command(theirs, self._modules, self._more),
+                bootstrap_command("fork_server", str(theirs.fileno()), *self._modules),
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -319,14 +291,12 @@ class ForkStarter:
         *,
         environ: Mapping[str, str],
         log_path: Path,
-        clock: Callable[[], float],
         cause_of_kill: Callable[[int], str],
         server: socket.socket | None = None,
     ) -> None:
         # If another process has started the server, only `ONE_THREAD` of its environment is known.
         self._environ = dict(ONE_THREAD) if server else {**environ, **ONE_THREAD}
         self._log_path = log_path
-        self._clock = clock
         self._cause_of_kill = cause_of_kill
         self._is_ready = self._is_over = False
         self._waiting: deque[tuple[int, ...]] = deque()
@@ -338,7 +308,7 @@ class ForkStarter:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(log_path, "ab") as log:
             self._server = start_process(
-                _command(theirs, IMPORTS),
+                bootstrap_command("fork_server", str(theirs.fileno()), *IMPORTS),
                 env=self._environ,
                 output_fd=log.fileno(),
                 keep_fds=(theirs.fileno(),),
@@ -440,7 +410,7 @@ class ForkStarter:
         tasks, self._tasks = sorted(self._tasks), set()
         why = self._cause_of_kill(self.pid) if self.pid else ""
         cause = f"the fork server exited{', ' * bool(why)}{why}: see {self._log_path}"
-        now_s = self._clock()
+        now_s = time.monotonic()
         status = -signal.SIGKILL
         return [Ended(task=task, status=status, at_s=now_s, cause=cause) for task in tasks]
 

@@ -134,7 +134,7 @@ class GuardianClient:
             self._process.stdin.write(line + b"\n")
 
 
-MARK = "TFDIST_JOB"
+MARK = "_TFDIST_JOB"
 """Environment variable that marks the processes of a job and their children. A job started inside
 a task has its own mark and its own guardian, which kills that job's processes."""
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tfdist.cluster import Task, settings, tf_config
-from tfdist.cluster.ports import PortPool, as_text, parse_ports
+from tfdist.cluster.ports import PortPool
 from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.files import write_json
 from tfdist.launch.agent import lock_host
@@ -37,7 +37,7 @@ from tfdist.launch.events import (
     request_name,
 )
 from tfdist.launch.isolation import isolate, reach
-from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
+from tfdist.launch.live import LiveStatus
 from tfdist.launch.machine import this_machine
 from tfdist.launch.membership import Membership
 from tfdist.launch.multihost.agents import Hub, PipeAgent, shell_of
@@ -82,9 +82,9 @@ from tfdist.launch.run_dir import (
 from tfdist.launch.screen import JobScreen, standard_screen
 from tfdist.launch.state import JobState, RestartPolicy
 from tfdist.launch.supervisor import Supervisor
-from tfdist.options import CLUSTER, LAUNCHED, PORTS, RESTARTS, UNCOUNTED_RESTARTS
+from tfdist.options import CLUSTER, LAUNCHED, RESTARTS, UNCOUNTED_RESTARTS
 
-_READ = (CLUSTER, PORTS, RESTARTS, UNCOUNTED_RESTARTS)
+_READ = (CLUSTER, RESTARTS, UNCOUNTED_RESTARTS)
 
 
 def run_job(
@@ -111,7 +111,7 @@ def run_job(
     if (run_dir := continued_run(options, environ)) and options.verbosity >= 0:
         _remark(f"continuing {shown(run_dir)}")
     run_dir, given = run_dir or chosen_run_dir(options.run_dir, environ), options
-    options, group = with_variables(options, environ), None
+    group = None
     if options.where == "local" and options.hosts is None:
         refuse_launchers_in_a_step(environ)
     else:
@@ -140,7 +140,9 @@ def serve(first: Message, pipe: Pipe) -> int:
     lock = lock_host(first["run_dir"], group.hosts[group.rank], within_s=options.grace_s, pipe=pipe)
     job = _described(options, group, environ, run_dir=Path(first["run_dir"]), search=search)
     host = group.hosts[group.rank]
-    own = first["at"] or _address_of_agent(host, environ, launcher=first["from"])
+    # The launcher's address as ssh sees it: its name may exist only in its ~/.ssh/config.
+    launcher = [*environ.get("SSH_CONNECTION", "").split(), first["from"]][0]
+    own = first["at"] or own_address(host, other=launcher)
     terms = _terms(job, search)
     return _run_on_hosts(job, group, own=own, terms=terms, pipe=pipe, hold=(lock,))
 
@@ -161,7 +163,7 @@ def _described(
     return JobDescription(
         options=options,
         kind=decided_kind(options, machine),
-        ports=options.port_range,
+        ports=settings.ports_of(options),
         machine=machine,
         environ=environ,
         run_dir=run_dir,
@@ -173,20 +175,6 @@ def _terms(job: JobDescription, search: Sequence[str]) -> dict[str, str]:
     program = job.options.program
     program_file = file_of_program(program, search=search)
     return terms(job.environ, program=program, program_file=program_file)
-
-
-def _address_of_agent(host: str, environ: Mapping[str, str], *, launcher: str) -> str:
-    """Return this host's address, found by its name or from the ssh connection.
-
-    The host cannot resolve a name that exists only in the launcher's ~/.ssh/config.
-    """
-    client, _, server, *_ = [*environ.get("SSH_CONNECTION", "").split(), "", "", ""][:4]
-    try:
-        return own_address(host, other=client or launcher)
-    except UsageError:
-        if server:
-            return server
-        raise
 
 
 def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
@@ -217,14 +205,6 @@ def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
 
 def _remark(line: str) -> None:
     print(f"[launch] {line}", file=sys.stderr, flush=True)
-
-
-def with_variables(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchOptions:
-    """Return the options, with the ports of TFDIST_PORTS if ``--ports`` is not set."""
-    ports = settings.text(environ, PORTS)
-    if options.ports is not None or not ports:
-        return options
-    return dataclasses.replace(options, ports=as_text(parse_ports(ports, where=PORTS)))
 
 
 def _show(job: JobDescription) -> int:
@@ -385,31 +365,27 @@ class JobRun:
         Raises:
             TfdistError: The run directory is not writable. No task was started.
         """
-        with contextlib.ExitStack() as stack:
-            if (port := self._job.options.metrics_port) is not None:
-                stack.enter_context(metrics_server(port, self._job.run_dir / LIVE_FILE))
-                self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
-            logs = self._run_dir.start_attempt()
-            try:
-                self._write_report(None)
-            except OSError as error:
-                raise not_writable(self._job.run_dir, error) from None
-            began_s = time.monotonic()
-            try:
-                code = self._run_from(logs)
-            except (OSError, TfdistError) as error:  # of the launcher, not of a task
-                self._write(getattr(error, "exit_code", EXIT_FAILED))
-                self._screen.drain(is_hurried=True)
-                raise
-            lines = closing_lines(
-                self._job.run_dir,
-                exit_code=code,
-                seconds=time.monotonic() - began_s,
-                resume=resume_command(self._job.given, self._job.run_dir),
-            )
-            if code or not self._screen.is_quiet:
-                self._screen.say("\n".join(lines))
-            return code
+        logs = self._run_dir.start_attempt()
+        try:
+            self._write_report(None)
+        except OSError as error:
+            raise not_writable(self._job.run_dir, error) from None
+        began_s = time.monotonic()
+        try:
+            code = self._run_from(logs)
+        except (OSError, TfdistError) as error:  # of the launcher, not of a task
+            self._write(getattr(error, "exit_code", EXIT_FAILED))
+            self._screen.drain(is_hurried=True)
+            raise
+        lines = closing_lines(
+            self._job.run_dir,
+            exit_code=code,
+            seconds=time.monotonic() - began_s,
+            resume=resume_command(self._job.given, self._job.run_dir),
+        )
+        if code or not self._screen.is_quiet:
+            self._screen.say("\n".join(lines))
+        return code
 
     def _run_from(self, logs: Path) -> int:
         restarts = 0

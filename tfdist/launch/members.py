@@ -19,21 +19,15 @@ from tfdist.cluster import Task
 from tfdist.launch.events import (
     NO_SENSE,
     NOT_STEADY,
-    Acquaint,
     AnswerResize,
     Event,
-    GoOn,
     Leave,
-    MemberAcked,
-    MemberAdmits,
-    MemberBroken,
-    MemberKnocks,
-    MemberReady,
-    MemberReplaceable,
+    MemberSaid,
     Resize,
-    ShowView,
     TaskAction,
+    worker,
 )
+from tfdist.launch.membership import Go, Knock, View, Welcome
 
 _MOST_BYTES = 1 << 16
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
@@ -96,47 +90,47 @@ class MemberLinks:
     def perform(self, action: TaskAction) -> None:
         """Perform an action on the members, and ignore any other action."""
         match action:
-            case ShowView():
-                for task in action.members:
-                    self._send(task, {"view": action.epoch})
-            case GoOn():
+            case View():
+                for member in action.members:
+                    self._send(worker(member), {"view": action.epoch})
+            case Go():
                 self._go_on(action)
+            case Welcome():
+                self._welcome(action)
+            case Knock():
+                self._send(worker(action.first), {"knock": action.joining})
             case Leave():
                 self._send(action.task, {"leave": True})
-            case Acquaint():
-                self._acquaint(action)
             case AnswerResize():
                 self._answer(action.refusal)
 
-    def _go_on(self, go: GoOn) -> None:
-        ends: dict[tuple[Task, Task], socket.socket] = {}
-        here = list(filter(self._is_here, go.members))
+    def _go_on(self, go: Go) -> None:
+        ends: dict[tuple[int, int], socket.socket] = {}
+        here = [member for member in go.members if self._is_here(worker(member))]
         for one, other in itertools.combinations(here, 2):
             ends[one, other], ends[other, one] = socket.socketpair()
         message = {
             "go": go.epoch,
-            "members": [task.index for task in go.members],
-            "here": [task.index for task in here],
+            "members": go.members,
+            "here": here,
             "done": go.done,
-            "source": go.source.index,
-            "behind": [task.index for task in go.behind],
-            "joining": [task.index for task in go.joining],
+            "source": go.source,
+            "behind": go.behind,
+            "joining": go.joining,
         }
-        for task in here:
-            fds = [ends[task, other].fileno() for other in here if other != task]
-            self._send(task, message, fds)
+        for member in here:
+            fds = [ends[member, other].fileno() for other in here if other != member]
+            self._send(worker(member), message, fds)
         for end in ends.values():
             end.close()
 
-    def _acquaint(self, action: Acquaint) -> None:
-        if action.is_ready:
-            self._send(action.member, {"knock": action.joining.index})
-            return
-        pair = (action.joining, action.member)
+    def _welcome(self, action: Welcome) -> None:
+        joining, teacher = worker(action.joining), worker(action.teacher)
+        is_direct = self._is_here(joining) and self._is_here(teacher)
         ends = socket.socketpair()
-        fds = [[end.fileno()] if all(map(self._is_here, pair)) else [] for end in ends]
-        self._send(action.joining, {"join": action.joining.index}, fds[0])
-        self._send(action.member, {"teach": action.joining.index}, fds[1])
+        fds = [[end.fileno()] if is_direct else [] for end in ends]
+        self._send(joining, {"join": action.joining}, fds[0])
+        self._send(teacher, {"teach": action.joining}, fds[1])
         for end in ends:
             end.close()
 
@@ -197,23 +191,7 @@ class MemberLinks:
                 self._drop(task)
                 return
             with contextlib.suppress(*NO_SENSE):
-                self._see(task, json.loads(data))
-
-    def _see(self, task: Task, message: object) -> None:
-        match message:
-            case {"ready": True}:
-                self._tell(MemberReady(task=task))
-            case {"ack": int(epoch), "done": int(done), "has_state": bool(state)}:
-                self._tell(MemberAcked(task=task, epoch=epoch, done=done, has_state=state))
-            case {"is_replaceable": bool(is_replaceable)}:
-                self._tell(MemberReplaceable(task=task, is_replaceable=is_replaceable))
-            case {"broken": int(epoch)}:
-                self._tell(MemberBroken(task=task, epoch=epoch))
-            case {"knock": True}:
-                self._tell(MemberKnocks(task=task))
-            case {"admit": int(joining), "epoch": int(epoch)}:
-                joins = Task(task.type, joining)
-                self._tell(MemberAdmits(task=task, epoch=epoch, joining=joins))
+                self._tell(MemberSaid(task=task, message=dict(json.loads(data))))
 
     def _drop(self, task: Task) -> None:
         if (end := self._ends.pop(task, None)) is not None:

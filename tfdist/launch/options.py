@@ -87,30 +87,25 @@ class LaunchOptions(LaunchFlags):
         """Return the method to start agents: `on`, or else ssh if `hosts` is set, or else local."""
         return self.on or ("ssh" if self.hosts is not None else "local")
 
-    @property
-    def port_range(self) -> range | None:
-        """Return the ports that the job may use, or `None` for any port."""
-        return None if self.ports is None else parse_ports(self.ports, where="--ports")
-
 
 def _require_free_choice(options: LaunchOptions) -> None:
     """Refuse the options that a probe sets, and the options of another kind of job."""
     for name in (*_OTHER_JOBS, *_OTHER_PLACES, "dry_run", "isolate"):
         if getattr(options, name) not in (None, False, AUTO.name):
             problem = "--probe runs one job of each strategy on this machine"
-            _refuse(name, problem, f"leave --{name} or --probe out")
+            refuse(name, problem, f"leave --{name} or --probe out")
 
 
 def _require_elastic(options: LaunchOptions) -> None:
     if not options.kind.elastic_form:
         fix = "leave --elastic out, or use --strategy multiworker"
-        _refuse("elastic", f"a {options.strategy} job is not elastic", fix)
+        refuse("elastic", f"a {options.strategy} job is not elastic", fix)
     if options.workers > MOST_MEMBERS:
-        _refuse("workers", f"an elastic job has at most {MOST_MEMBERS}", "use fewer workers")
+        refuse("workers", f"an elastic job has at most {MOST_MEMBERS}", "use fewer workers")
     if options.evaluator:
-        _refuse("elastic", "an elastic job has no evaluator", "pass validation_data to fit")
+        refuse("elastic", "an elastic job has no evaluator", "pass validation_data to fit")
     if options.on in ("ray", "slurm"):  # they would send the key of its connections in clear
-        _refuse(
+        refuse(
             "on", f"an elastic job does not run over {options.on}", "use --hosts, or leave it out"
         )
 
@@ -124,49 +119,35 @@ def _check_strategy(options: LaunchOptions) -> None:
         is_used = not rule.strategies or not set(rule.strategies).isdisjoint(possible)
         if getattr(options, name) not in (None, False) and not is_used:
             fix = f"leave --{name} out, or use --strategy {rule.strategies[0]}"
-            _refuse(name, f"strategy {kind} does not use it", fix)
+            refuse(name, f"strategy {kind} does not use it", fix)
     if kind.is_one_process and (workers > 1 or hosts is not None):
         name = "workers" if workers > 1 else "hosts"
         fix = f"use --strategy multiworker, or leave --{name} out"
-        _refuse(name, f"--strategy {kind} is a job of one process", fix)
-    if kind.has_one_replica and (options.devices_per_worker or 1) > 1:
-        _refuse("devices_per_worker", "a single job has one device", "use --strategy mirrored")
-    is_here = options.where == "local" and hosts is None
-    if options.min_workers is not None and is_here and not (kind.has_servers or kind.is_elastic):
-        fix = "leave --min_workers out, or use --strategy ps"
-        _refuse(
-            "min_workers", "on one machine, only ps and elastic jobs run without all workers", fix
-        )
+        refuse(name, f"--strategy {kind} is a job of one process", fix)
 
 
 def _check_together(options: LaunchOptions) -> None:
     workers, stages, fewest = options.workers, options.stages, options.min_workers
     if options.ps == 0:
-        _refuse("ps", "a ps job needs a parameter server", "use --ps 1", code="bad-value")
-    if 0 < options.hang_timeout_s < 2:
-        problem = (
-            f"{options.hang_timeout_s:g} is less than 2, and tasks send a heartbeat each second"
-        )
-        _refuse("hang_timeout_s", problem, "use --hang_timeout_s 300", code="bad-value")
+        refuse("ps", "a ps job needs a parameter server", "use --ps 1", code="bad-value")
     if stages is not None and workers % stages:
         fix = "make --workers a multiple of --stages, or leave --workers out"
-        _refuse("stages", f"{workers} workers cannot form pipelines of {stages} stages", fix)
-    if fewest is not None and options.where == "local" and fewest > workers:
+        refuse("stages", f"{workers} workers cannot form pipelines of {stages} stages", fix)
+    are_counted = options.where == "local" or workers > 1  # hosts give the number later
+    if fewest is not None and are_counted and fewest > workers:
         problem = f"{fewest} is more than the {workers} workers of the job"
-        _refuse("min_workers", problem, f"use --min_workers {workers}", code="bad-value")
+        refuse("min_workers", problem, f"use --min_workers {workers}", code="bad-value")
     if options.on == "ray" and options.hosts is not None:
-        _refuse("hosts", "Ray selects the hosts", "leave --hosts out, or use --on ssh")
+        refuse("hosts", "Ray selects the hosts", "leave --hosts out, or use --on ssh")
     if options.on == "ssh" and options.hosts is None:
-        _refuse("on", "ssh needs a list of hosts", "give --hosts a:2,b:2", code="no-hosts")
-    fix = "leave one of them out. live.json in the run directory has the same figures"
-    given = {"--metrics_port": options.metrics_port, "--isolate": options.isolate}
-    mutually_exclusive(given, fix=fix)
+        refuse("on", "ssh needs a list of hosts", "give --hosts a:2,b:2", code="no-value")
     mutually_exclusive({"--resume": options.resume, "--run_dir": options.run_dir})
     on_hosts = options.where != "local" or options.hosts is not None
     mutually_exclusive({"--dry_run": options.dry_run, "--on and --hosts": on_hosts})
 
 
-def _refuse(name: str, problem: str, fix: str, *, code: str = "exclusive") -> NoReturn:
+def refuse(name: str, problem: str, fix: str, *, code: str = "exclusive") -> NoReturn:
+    """Raise UsageError for a flag."""
     raise UsageError(f"--{name}", problem, fix=fix, code=code)
 
 
@@ -186,7 +167,7 @@ def parse(argv: Sequence[str]) -> LaunchOptions | None:
         values["env"] = ",".join(values["env"])
     if "hosts" in values and "workers" in values:
         fix = "leave --workers out, and write --hosts a:2,b:2 for two tasks on each"
-        _refuse("workers", "--hosts has the number of tasks", fix)
+        refuse("workers", "--hosts has the number of tasks", fix)
     return LaunchOptions(**values, program=_program(rest))
 
 

@@ -23,11 +23,10 @@ from tfdist.cluster import (
 )
 from tfdist.cluster.address import split_address
 from tfdist.cluster.tf_config import VARIABLE, encode
-from tfdist.errors import UsageError
 from tfdist.launch.machine import Machine
 from tfdist.launch.multihost.host_agreement import without_secrets
-from tfdist.launch.options import LaunchOptions, Program, StartMethod
-from tfdist.options import PORTS, RESTARTS, JobOptions, part
+from tfdist.launch.options import LaunchOptions, Program, StartMethod, refuse
+from tfdist.options import RESTARTS, JobOptions, part
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _SPARE_THREADS = 2  # in addition to one thread per worker that may block
@@ -170,12 +169,8 @@ def decided_kind(options: LaunchOptions, machine: Machine) -> Kind:
         alone = "mirrored" if devices > 1 else "single"
         kind = KINDS["multiworker" if options.workers > 1 else alone]
     if options.evaluator and kind.is_one_process:
-        raise UsageError(
-            "--evaluator",
-            f"a {kind} job has only one process, so an evaluator cannot join it",
-            fix="leave --evaluator out, or use --strategy ps, multiworker or pipeline",
-            code="exclusive",
-        )
+        fix = "leave --evaluator out, or use --strategy ps, multiworker or pipeline"
+        refuse("evaluator", f"a {kind} job has only one process, so none can join it", fix)
     return kind
 
 
@@ -213,8 +208,6 @@ def _process(
 ) -> ProcessSpec:
     options, task, program = job.options, config.task, job.options.program
     forced = {VARIABLE: encode(config), "PYTHONUNBUFFERED": "1"}
-    if options.ports is not None:
-        forced[PORTS] = options.ports
     if attempt.restarts:  # in addition to the scheduler's restarts
         before = settings.integer(job.environ, RESTARTS) or 0
         forced[RESTARTS] = f"{before + attempt.restarts}"
@@ -295,12 +288,10 @@ def divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]:
     each = job.options.devices_per_worker or min(most, len(gpus) // max(1, len(workers)) or 1)
     shared = not kind.is_synchronous and each == 1  # collectives of two tasks cannot share a GPU
     if each * len(workers) > len(gpus) and not shared:
-        raise UsageError(
-            "--workers" if job.options.devices_per_worker is None else "--devices_per_worker",
-            f"{len(workers)} workers with {each} GPUs each need more than {len(gpus)} GPUs",
-            fix="use fewer, or set CUDA_VISIBLE_DEVICES=-1 to use CPUs",
-            code="too-few-gpus",
-        )
+        problem = f"{len(workers)} workers with {each} GPUs each need more than {len(gpus)} GPUs"
+        fix = "use fewer, or set CUDA_VISIBLE_DEVICES=-1 to use CPUs"
+        name = "workers" if job.options.devices_per_worker is None else "devices_per_worker"
+        refuse(name, problem, fix, code="devices")
     visible = dict.fromkeys(here, "-1")
     for number, task in enumerate(workers):
         mine = (gpus[(number * each + k) % len(gpus)] for k in range(each))

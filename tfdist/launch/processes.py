@@ -53,8 +53,7 @@ _MAX_READS = 64  # of an exited task's pipe: a child may still write
 class Starter:
     """Starter of tasks as new Python processes. Unlike `ForkStarter`, it has no helper process."""
 
-    def __init__(self, *, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._children: dict[Task, subprocess.Popen[bytes]] = {}
 
     def start(
@@ -68,11 +67,11 @@ class Starter:
             keep_fds=(notes_fd,),
         )
         self._children[spec.task] = child
-        return Started(task=spec.task, pid=child.pid, at_s=self._clock())
+        return Started(task=spec.task, pid=child.pid, at_s=time.monotonic())
 
     def collect(self) -> list[Started | Ended]:
         """Return the starts and exits of tasks since the last call."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         over = {t: child for t, child in self._children.items() if child.poll() is not None}
         for task in over:
             del self._children[task]
@@ -108,16 +107,14 @@ class JobProcesses:
         *,
         screen: JobScreen,
         signals: SignalPipe,
-        clock: Callable[[], float] = time.monotonic,
         hold: Collection[int] = (),
     ) -> None:
         """Create it. The guardian keeps the file descriptors `hold` open until all tasks exit."""
         self._job = job
         self._screen = screen
         self.signals = signals
-        self._clock = clock
         self._evidence = KillEvidence()
-        self._starter: Starter | ForkStarter = Starter(clock=clock)
+        self._starter: Starter | ForkStarter = Starter()
         self._given: socket.socket | None = None
         if (descriptor := job.fork_server) is not None:
             os.set_inheritable(descriptor, False)  # tasks must not inherit it
@@ -204,7 +201,6 @@ class JobProcesses:
         self._starter = server = ForkStarter(
             environ={**shared_environment(specs), MARK: self._guard.mark},
             log_path=log_path,
-            clock=self._clock,
             cause_of_kill=self._evidence.of_kill,
             server=given,
         )
@@ -227,7 +223,7 @@ class JobProcesses:
                     self._start(self._spec_of(task), log=action.log_name)
                 except OSError as error:
                     cause = f"cannot start: {error.strerror or error}"
-                    return Ended(task=task, status=1, at_s=self._clock(), cause=cause)
+                    return Ended(task=task, status=1, at_s=time.monotonic(), cause=cause)
             case Signal(task=task, signum=signum):
                 self._signal(task, signum)
             case KillOne(task=task):

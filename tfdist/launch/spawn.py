@@ -83,7 +83,7 @@ def spawn(
             "tfdist.spawn",
             "a task of a job cannot start another job",
             fix="call the function directly",
-            code="nested-spawn",
+            code="nested-launcher",
         )
     named = {"strategy": strategy, "workers": workers, "ps": ps}
     changed = {name: value for name, value in named.items() if value != _DEFAULTS[name]}

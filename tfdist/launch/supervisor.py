@@ -18,7 +18,6 @@ from tfdist.errors import EXIT_USAGE, named
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import (
     NOT_STEADY,
-    Acquaint,
     Action,
     AnswerResize,
     AskForStacks,
@@ -27,27 +26,21 @@ from tfdist.launch.events import (
     Begin,
     Ended,
     Event,
-    GoOn,
     KillOne,
     Leave,
-    MemberAcked,
-    MemberAdmits,
-    MemberBroken,
-    MemberKnocks,
-    MemberReady,
-    MemberReplaceable,
+    MemberSaid,
     Raised,
     Resize,
     Say,
     ShowFailure,
-    ShowView,
     Signal,
     Start,
     Started,
     StopRequest,
     request_name,
+    worker,
 )
-from tfdist.launch.membership import Fence, Go, Knock, Membership, Step, View, Welcome
+from tfdist.launch.membership import Fence, Go, Membership, Step, View
 from tfdist.launch.screen import JobScreen
 from tfdist.launch.state import (
     EVALUATOR,
@@ -178,18 +171,10 @@ class _Decision:
         """Change the members of an elastic job after a message of a member or of the user."""
         state = self._state
         match event:
-            case MemberReady(task=task):
-                self._change(membership.ready(task.index))
-            case MemberAcked(task=task, epoch=epoch, done=done, has_state=has_state):
-                self._change(membership.acked(task.index, epoch, done, has_state=has_state))
-            case MemberKnocks(task=task):
-                self._change(membership.knocked(task.index))
-            case MemberAdmits(epoch=epoch, joining=joining):
-                self._change(membership.admitted(joining.index, epoch))
-            case MemberBroken(task=task, epoch=epoch):
-                self._change(membership.broken(task.index, epoch))
-            case MemberReplaceable(task=task):
-                state.tasks[task].is_replaceable = event.is_replaceable
+            case MemberSaid(task=task, message={"is_replaceable": bool(is_replaceable)}):
+                state.tasks[task].is_replaceable = is_replaceable
+            case MemberSaid():
+                self._change(_steps(event, membership))
             case Resize(workers=workers):
                 least = state.min_workers or 1
                 why = f"the job needs {least} workers" if workers < least else ""
@@ -202,30 +187,19 @@ class _Decision:
                     self._resize(workers, membership)
 
     def _change(self, steps: list[Step]) -> None:
+        state = self._state
         for step in steps:
             match step:
-                case View(epoch=epoch, members=members):
-                    for task in map(_worker, members):
-                        self._state.tasks[task].was_member = True
-                    self._do(ShowView(epoch=epoch, members=tuple(map(_worker, members))))
-                case Go():
-                    state, tasks = self._state, tuple(map(_worker, step.members))
-                    state.views.append(ViewRecord(members=tasks, step=state.step, at_s=self._now_s))
-                    self._do(
-                        GoOn(
-                            epoch=step.epoch,
-                            members=tasks,
-                            done=step.done,
-                            source=_worker(step.source),
-                            behind=tuple(map(_worker, step.behind)),
-                            joining=tuple(map(_worker, step.joining)),
-                        )
-                    )
-                case Welcome(joining=new, teacher=member) | Knock(joining=new, first=member):
-                    task, other, is_ready = _worker(new), _worker(member), isinstance(step, Knock)
-                    self._do(Acquaint(joining=task, member=other, is_ready=is_ready))
                 case Fence(member=member, reason=reason):
-                    self._fence(_worker(member), reason)
+                    self._fence(worker(member), reason)
+                    continue
+                case View():
+                    for task in map(worker, step.members):
+                        state.tasks[task].was_member = True
+                case Go():
+                    tasks = tuple(map(worker, step.members))
+                    state.views.append(ViewRecord(members=tasks, step=state.step, at_s=self._now_s))
+            self._do(step)
 
     def _resize(self, workers: int, membership: Membership) -> None:
         """Start workers of an elastic job, or let the last ones leave."""
@@ -241,7 +215,7 @@ class _Decision:
             self._change(membership.lost(task.index))
         if len(stays) < len(running):
             return  # workers that leave still have their numbers
-        absent = (t for t in map(_worker, itertools.count()) if not state.is_running(t))
+        absent = (t for t in map(worker, itertools.count()) if not state.is_running(t))
         for task in itertools.islice(absent, max(0, workers - len(stays))):
             records = state.tasks.setdefault(task, TaskState(records=[])).records
             records.append(TaskRecord(task=task, restart=len(records)))
@@ -492,8 +466,21 @@ class _Decision:
                 self._do(Signal(task, signum))
 
 
-def _worker(index: int) -> Task:
-    return Task("worker", index)
+def _steps(said: MemberSaid, membership: Membership) -> list[Step]:
+    """Return the steps after a member's message (none if it is invalid)."""
+    member = said.task.index
+    match said.message:
+        case {"ready": True}:
+            return membership.ready(member)
+        case {"ack": int(epoch), "done": int(done), "has_state": bool(has_state)}:
+            return membership.acked(member, epoch, done, has_state=has_state)
+        case {"knock": True}:
+            return membership.knocked(member)
+        case {"admit": int(joining), "epoch": int(epoch)}:
+            return membership.admitted(joining, epoch)
+        case {"broken": int(epoch)}:
+            return membership.broken(member, epoch)
+    return []
 
 
 class Supervisor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import tensorflow as tf
@@ -24,7 +23,7 @@ def pipeline_job(
         config,
         pipeline or PipelineOptions(),
         timeout_s=options.startup_timeout_s,
-        ports=settings.ports_of(settings.from_environ(os.environ)),
+        ports=settings.ports_of(config.options),
     )
     if config.options.evaluator and config.task == config.cluster.chief_task:
         rendezvous.answer_until_the_end(config)

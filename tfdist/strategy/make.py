@@ -302,7 +302,7 @@ def _in_ring(job: Job) -> Job:
         names,
         total=functools.partial(_sum_untraced, job.strategy),
         timeout_s=_NEIGHBOURS_S,
-        ports=settings.ports_of(settings.from_environ(os.environ)),
+        ports=settings.ports_of(config.options),
     )
     if ends is None:
         if job.is_chief:

@@ -28,6 +28,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from tfdist.cluster.placement import DEFAULT_PORT
+from tfdist.cluster.settings import ports_of
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_STOPPED, EXIT_USAGE, require_packages
 from tfdist.options import HOSTS, PS, RESTARTS, RUN_DIR, UNCOUNTED_RESTARTS
 from tfdist.submit.request import JobRequest, pairs, wrong
@@ -100,7 +101,7 @@ def manifests(request: JobRequest, *, kind: str) -> str:
         raise wrong("name", f"{request.name!r} is not a valid name in Kubernetes", fix)
     if kind == "job":
         _require_like_pods(request)
-    ports = request.launch.port_range
+    ports = ports_of(request.launch)
     return template(f"{kind}.yaml.j2").render(
         request=request,
         flags=request.flags,

@@ -111,7 +111,7 @@ def checks(start):
     assert error.exit_code == 1
     assert "cannot pickle" in str(error.__cause__)
     assert tfdist.spawn(sys.exit, 0, strategy="single", start=start) is None
-    assert tfdist.spawn(within, strategy="single", start=start) == ("nested-spawn", sys.argv)
+    assert tfdist.spawn(within, strategy="single", start=start) == ("nested-launcher", sys.argv)
 
     os.mkdir("closed")
     open("closed/logs", "w").close()

@@ -15,7 +15,7 @@ LAST, WAITS_AT = 20, 10
 
 
 def main() -> None:
-    told = json.loads(os.environ["TFDIST_TRIAL"])
+    told = json.loads(os.environ["_TFDIST_TRIAL"])
     run_dir, go = Path(told["run_dir"]), Path(told["sweep_dir"]) / "go"
 
     def save(signum: int, frame: FrameType | None) -> None:

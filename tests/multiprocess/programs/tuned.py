@@ -46,7 +46,7 @@ class Mishaps(keras.callbacks.Callback):
         self.path = path
 
     def on_epoch_begin(self, epoch, logs=None):
-        trial = json.loads(os.environ["TFDIST_TRIAL"])["trial"]
+        trial = json.loads(os.environ["_TFDIST_TRIAL"])["trial"]
         config = read_environment(os.environ)
         is_last = config.task.index == len(config.cluster.worker) - 1
         if epoch == 2 and trial == "1" and is_last and not (self.path / "killed").exists():

@@ -191,10 +191,9 @@ class Hub:
         *,
         terms: Mapping[str, str],
         say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hosts, self._start, self._terms = hosts, start, terms
-        self._say, self._clock = say, clock
+        self._say = say
         self._agents: dict[int, PipeAgent] = {}
         self._addresses: dict[int, str] = {}
         self._known: set[int] = set()
@@ -231,7 +230,7 @@ class Hub:
 
     def turn(self) -> None:
         """Start agents, read, write, and remove lost agents."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         self.next_s = now_s + LOOK_EVERY_S
         for rank in [rank for rank, at_s in self._again.items() if now_s >= at_s]:
             del self._again[rank]
@@ -263,8 +262,8 @@ class Hub:
         """Send a last message to all agents, wait for their exit, and close all connections."""
         for agent in self._agents.values():
             agent.send(message)
-        deadline_s = self._clock() + within_s + _GOODBYE_S
-        while self._agents and self._clock() < deadline_s:
+        deadline_s = time.monotonic() + within_s + _GOODBYE_S
+        while self._agents and time.monotonic() < deadline_s:
             self._again.clear()
             self._selector.select(0.1)
             self.turn()
@@ -309,7 +308,7 @@ class Hub:
         elif self._why.get(rank) != why:
             self._say(f"{self._hosts[rank]}: {why or lost}; retrying")
         self._why[rank] = why or lost
-        self._again[rank] = self._clock() + self._wait_s[rank]
+        self._again[rank] = time.monotonic() + self._wait_s[rank]
         self._wait_s[rank] = min(_AGAIN_MOST_S, 2 * self._wait_s[rank])
 
     def _cannot_start(self, rank: int, why: str, fix: str) -> None:

@@ -6,6 +6,7 @@ list, host 0 has no tasks. I/O: name resolution, digests of files, openssl and R
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import itertools
@@ -25,11 +26,11 @@ from tfdist.cluster import (
     placement,
     settings,
 )
-from tfdist.cluster.address import expand_hosts, is_loopback, parse_hosts, shown
+from tfdist.cluster.address import expand_hosts, is_loopback, parse_hosts
 from tfdist.cluster.ports import PortPool
 from tfdist.errors import UsageError, require
 from tfdist.launch.multihost import host_agreement, on_ray
-from tfdist.launch.options import LaunchOptions, Program
+from tfdist.launch.options import LaunchOptions, Program, refuse
 from tfdist.launch.plan import JobDescription
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
@@ -131,26 +132,16 @@ def decided_group(
         hosts = slurm_nodes(environ)
         slots = _divided(options, num_hosts=len(hosts))
     options = _with_counts(options, total=sum(slots))
-    require(
-        options.min_workers is None or options.min_workers <= options.workers,
-        "--min_workers",
-        f"{options.min_workers} is more than the {options.workers} workers of the job",
-        fix=f"use --min_workers {options.workers}",
-        code="out-of-range",
-    )
     if on == "slurm" and (node := environ.get("SLURMD_NODENAME")):
         is_here = placement.same_host(hosts[0], node)
     else:
         is_here = on == "local" or (on != "ray" and is_this_host(hosts[0], environ))
     if len(hosts) == 1 and is_here:
         return dataclasses.replace(options, hosts=None, on=None, rsh=None, env=None), None
-    require(
-        not options.isolate,
-        "--isolate",
-        f"a job on {len(hosts)} hosts cannot run in a network namespace of this machine",
-        fix="leave it out, and let only the hosts of the job reach its ports (firewall)",
-        code="exclusive",
-    )
+    if options.isolate:
+        problem = f"a job on {len(hosts)} hosts cannot run in a network namespace of this machine"
+        fix = "leave it out, and let only the hosts of the job reach its ports (firewall)"
+        refuse("isolate", problem, fix)
     if not is_here:
         hosts, slots = (LAUNCHER, *hosts), (0, *slots)
     kind = options.kind
@@ -184,7 +175,7 @@ def certificate() -> str:
             "--elastic",
             f"an elastic job on several hosts encrypts its tensors, but openssl fails: {lines[-1]}",
             fix="make the program openssl work on this machine",
-            code="no-openssl",
+            code="missing-package",
         ) from None
 
 
@@ -216,35 +207,23 @@ def _with_counts(options: LaunchOptions, *, total: int) -> LaunchOptions:
     if kind is AUTO and total > 1:
         kind = KINDS["multiworker"]
     others = 1 + options.num_ps if kind.has_servers else 0
-    require(
-        total > others,
-        "--hosts",
-        f"the chief, a worker and {options.num_ps} ps need {others + 1} tasks, got {total}",
-        fix="list more slots, or use fewer ps",
-        code="too-few-tasks",
-    )
+    if total <= others:
+        problem = f"the chief, a worker and {options.num_ps} ps need {others + 1} tasks"
+        refuse("hosts", f"{problem}, got {total}", "list more slots, or use fewer ps")
     return dataclasses.replace(options, strategy=kind.name, workers=total - others)
 
 
 def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
     kind = options.kind
-    require(
-        not kind.is_one_process,
-        "--strategy",
-        f"{kind} runs only on one host",
-        fix="use multiworker or ps, or leave --on out to run on this node",
-        code="strategy-of-one-host",
-    )
+    if kind.is_one_process:
+        fix = "use multiworker or ps, or leave --on out to run on this node"
+        refuse("strategy", f"{kind} runs only on one host", fix)
     others = 1 + options.num_ps if kind.has_servers else 0
     workers = options.workers if options.workers > 1 else max(1, num_hosts - others)
     total = workers + others
-    require(
-        total >= num_hosts,
-        "--workers",
-        f"{num_hosts} hosts need at least {num_hosts} tasks, but the job has only {total}",
-        fix=f"use --workers {num_hosts - others}, or fewer nodes",
-        code="too-few-tasks",
-    )
+    if total < num_hosts:
+        problem = f"{num_hosts} hosts need at least {num_hosts} tasks, but the job has only {total}"
+        refuse("workers", problem, f"use --workers {num_hosts - others}, or fewer nodes")
     each, more = divmod(total, num_hosts)
     return tuple(each + (rank < more) for rank in range(num_hosts))
 
@@ -252,13 +231,10 @@ def _divided(options: LaunchOptions, *, num_hosts: int) -> tuple[int, ...]:
 def slurm_nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the nodes of this Slurm allocation."""
     nodes = environ.get("SLURM_JOB_NODELIST", "")
-    require(
-        nodes,
-        "--on slurm",
-        "the launcher is not in a Slurm job (SLURM_JOB_NODELIST is not set)",
-        fix="start it in an sbatch script, or after salloc -N2",
-        code="no-allocation",
-    )
+    if not nodes:
+        problem = "the launcher is not in a Slurm job (SLURM_JOB_NODELIST is not set)"
+        fix = "start it in an sbatch script, or after salloc -N2"
+        refuse("on slurm", problem, fix, code="no-cluster")
     refuse_launchers_in_a_step(environ)
     return tuple(expand_hosts(nodes, where="SLURM_JOB_NODELIST"))
 
@@ -274,7 +250,7 @@ def refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
         f"the Slurm step has {count} launchers, but one launcher starts the agents of all nodes",
         fix="write python -m tfdist.launch --on slurm without srun in the batch script, or set "
         f"{CLUSTER}=none for {count} separate jobs",
-        code="launchers-in-a-step",
+        code="nested-launcher",
     )
 
 
@@ -293,28 +269,13 @@ def is_this_host(host: str, environ: Mapping[str, str]) -> bool:
 def own_address(host: str, *, other: str) -> str:
     """Return the address of this machine, which is `host` in the list of hosts.
 
-    If the name resolves to loopback (Debian does so for its own name), return the local address
-    of the route to `other`.
-
-    Raises:
-        UsageError: `host` does not resolve to an address of this machine.
+    If the name resolves to loopback (Debian does so for its own name), to another machine or not at
+    all, return the local address of the route to `other`.
     """
-    try:
+    address = host
+    with contextlib.suppress(OSError):
         _, (address, _) = resolve(host)
-    except OSError as error:
-        fault = f"does not resolve: {error.strerror}"
-    else:
-        if ipaddress.ip_address(address).is_loopback:
-            return _address_towards(other) or address
-        if is_own_address(address):
-            return address
-        fault = f"resolves to {address}, which is not an address of this machine"
-    raise UsageError(
-        "--hosts",
-        f"{shown(host)} is the name of this machine in the list, but {fault}",
-        fix="correct the name, /etc/hosts or DNS",
-        code="not-this-host",
-    )
+    return address if is_own_address(address) else _address_towards(other) or address
 
 
 def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:

@@ -14,15 +14,12 @@ from tfdist.cluster.address import join
 from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, UsageError, named, require
 from tfdist.launch.events import (
     NO_SENSE,
-    Acquaint,
     AnswerResize,
     Ended,
     Event,
-    GoOn,
     Message,
     Resize,
     ShowFailure,
-    ShowView,
     Start,
     StopRequest,
     TaskAction,
@@ -31,6 +28,7 @@ from tfdist.launch.events import (
     encode_action,
     task_of,
 )
+from tfdist.launch.membership import Go, Knock, View, Welcome
 from tfdist.launch.multihost.agents import Hub
 from tfdist.launch.multihost.hosts import HostPart
 from tfdist.launch.plan import Attempt
@@ -104,7 +102,7 @@ class Team:
                 "--hosts",
                 f"{both} have one address, {address}",
                 fix="list each host once, with all its tasks",
-                code="bad-hosts",
+                code="bad-value",
             )
 
     def _addresses(self) -> dict[int, str]:
@@ -189,7 +187,7 @@ class Team:
 
     def perform(self, action: TaskAction) -> Ended | None:
         """Perform an action on the task's host like `JobProcesses`. Show a failure on all hosts."""
-        if isinstance(action, ShowFailure | ShowView | GoOn | Acquaint):
+        if isinstance(action, ShowFailure | View | Go | Welcome | Knock):
             for rank in self.hub.present:
                 self.hub.send(rank, encode_action(action))
             return None if isinstance(action, ShowFailure) else self._local.perform(action)

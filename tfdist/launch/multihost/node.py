@@ -43,7 +43,6 @@ class Node:
         self._screen, self._processes = part.screen, part.processes
         self._ports = part.ports
         self._pipe = pipe
-        self._clock = time.monotonic
         self._is_in_attempt = False
         self._cause = ""
         """Reason why the attempt's tasks cannot start, or an empty text."""
@@ -91,7 +90,7 @@ class Node:
 
     def _tell(self, event: Event) -> None:
         lines = self._screen.last_lines(event.task) if isinstance(event, Ended) else ()
-        self._pipe.send({**encode_event(event, now_s=self._clock()), "lines": lines})
+        self._pipe.send({**encode_event(event, now_s=time.monotonic()), "lines": lines})
 
     def _report(self) -> None:
         """Send new lines of requested stacks, and once a second the states of the tasks."""
@@ -99,7 +98,7 @@ class Node:
             if (lines := self._screen.last_lines(task)) != sent:
                 self._stacks[task] = lines
                 self._pipe.send({"lines": lines, "task": str(task)})
-        now_s = self._clock()
+        now_s = time.monotonic()
         if (running := self._processes.running) and now_s >= self._states_sent_s + _STATES_EVERY_S:
             self._states_sent_s = now_s
             states = {str(task): self._processes.state_of(task) for task in running}
@@ -121,7 +120,7 @@ class Node:
         if isinstance(action, ShowFailure):
             self._screen.mute_others(action.task)  # the launcher shows the failure
         elif isinstance(action, Start) and self._cause:
-            now_s = self._clock()
+            now_s = time.monotonic()
             return Ended(task=action.task, status=EXIT_USAGE, at_s=now_s, cause=self._cause)
         elif isinstance(action, AskForStacks):
             self._stacks[action.task] = self._screen.last_lines(action.task)
@@ -159,8 +158,8 @@ class Node:
         for signum, within_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _GIVE_UP_S)):
             for task in processes.running:
                 processes.perform(Signal(task, signum))
-            deadline_s = self._clock() + within_s
-            while processes.running and (left_s := deadline_s - self._clock()) > 0:
+            deadline_s = time.monotonic() + within_s
+            while processes.running and (left_s := deadline_s - time.monotonic()) > 0:
                 processes.wait(left_s)
         processes.finish()
         self._stacks.clear()

@@ -53,7 +53,7 @@ def reserve(num_tasks: int, *, within_s: float) -> tuple[str, tuple[int, ...]]:
             "--on ray",
             f"cannot connect to a Ray cluster: {answer['error']}",
             fix="run pip install 'tfdist[ray]' and ray start, or set RAY_ADDRESS to a cluster",
-            code="no-ray",
+            code="no-cluster",
         )
     return name, tuple(answer["slots"])
 
