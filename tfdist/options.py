@@ -393,6 +393,9 @@ class LaunchFlags(HostFlags, JobSettings):
         "with --on ray or slurm)",
         identifies=True,
     )
+    metrics_port: int | None = option(
+        None, "loopback port that serves metrics to Prometheus", least=1, most=65_535
+    )
     verbosity: int = option(0, "absl's level of the launcher: -1 shows only warnings and failures")
     start: str = option(
         "auto",

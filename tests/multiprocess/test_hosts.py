@@ -13,7 +13,8 @@ import pytest
 
 from tests.multiprocess.jobs import DEADLINE_S, PAUSE, ROOT, STARTS, children, report
 from tests.multiprocess.test_live import SOURCE as PHASES
-from tests.multiprocess.test_live import live_tasks
+from tests.multiprocess.test_live import metrics_with
+from tfdist.cluster import hold_ports
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 from tfdist.report.run_records import read_run
 
@@ -106,12 +107,14 @@ def test_remote_shells_get_named_variables_and_may_print(job, tmp_path):
 
 
 def test_the_launcher_shows_the_tasks_of_all_hosts(job):
-    running = job(PHASES)
+    (held,) = hold_ports(1)
+    running = job(PHASES, f"--metrics_port={held.port}")
     running.ready(2)
-    tasks = live_tasks("run", steps={"worker-0": 7, "worker-1": 8})
-    assert tuple(task["host"] for task in tasks.values()) == HOSTS
-    assert tasks["worker-0"]["memory_bytes"]
-    assert tasks["worker-1"]["memory_bytes"] is None
+    metrics_with(held.port, f'tfdist_step{{host="{HOSTS[1]}",task="worker-1"}} 8.0')
+    task, at = 'task="worker-0"', f'host="{HOSTS[0]}"'
+    text = metrics_with(held.port, f'tfdist_task_phase{{{at},phase="step",{task}}} 1.0')
+    assert f"tfdist_memory_bytes{{{at},{task}}}" in text
+    assert f'tfdist_memory_bytes{{host="{HOSTS[1]}",task="worker-1"}}' not in text
     running.signal(signal.SIGTERM)
     assert running.end() == 143
     (attempt,) = read_run(Path("run")).attempts

@@ -1,8 +1,10 @@
-"""What others see of a job while it runs: `live.json`, `tfdist.top`, and the report."""
+"""What others see of a job while it runs: `live.json`, Prometheus, `tfdist.top`, and the report."""
 
 import json
 import re
 import signal
+import socket
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tests.multiprocess.jobs import DEADLINE_S, ROOT, report
 from tests.multiprocess.trainings import PROGRAMS
 from tests.multiprocess.trainings import launch as launch_training
 from tests.processes import python, until
+from tfdist.cluster import hold_ports
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.report.page import render
 from tfdist.report.run_records import read_run
@@ -28,18 +31,27 @@ signal.pause()
 """
 
 
-def live_tasks(run_dir, *, steps):
-    """Wait until `live.json` has these steps by task. Return the tasks by name."""
+@pytest.fixture
+def port():
+    """A port that nobody else is given, on which the launcher can listen."""
+    with hold_ports(1)[0] as held:
+        yield held.port
 
-    def tasks():
-        try:
-            status = json.loads(Path(run_dir, "live.json").read_text())
-        except FileNotFoundError:
-            return None
-        found = {task["task"]: task for task in status["tasks"]}
-        return found if {name: found[name]["step"] for name in steps} == steps else None
 
-    return until(tasks, within_s=DEADLINE_S, why=lambda: f"no task reached {steps}")
+def is_listening(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def metrics_with(port, wanted):
+    """Asks until the metrics have a line; returns them."""
+
+    def metrics():
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        return text if wanted in text.splitlines() else None
+
+    return until(metrics, within_s=DEADLINE_S, why=lambda: f"{wanted} never came")
 
 
 def run(module, *args):
@@ -47,12 +59,12 @@ def run(module, *args):
     return python("-m", module, *args, timeout=DEADLINE_S, env=env)
 
 
-def test_a_running_job_is_visible_and_has_a_report(launch):
-    job = launch(SOURCE, "--workers=2", "--run_dir=run")
+def test_a_running_job_is_visible_and_has_a_report(launch, port):
+    job = launch(SOURCE, "--workers=2", f"--metrics_port={port}", "--run_dir=run")
     job.ready(2)
-    tasks = live_tasks("run", steps={"worker-0": 7, "worker-1": 8})
-    assert tasks["worker-0"]["phase"] == "step"
-    assert tasks["worker-0"]["memory_bytes"] > 1_000_000
+    text = metrics_with(port, 'tfdist_step{task="worker-1"} 8.0')
+    assert 'tfdist_task_phase{phase="step",task="worker-0"} 1.0' in text
+    assert re.search(r'tfdist_memory_bytes\{task="worker-0"\} [1-9][\d.]*e\+0[6-9]', text)
     shown = run("tfdist.top", "--once", "run")
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"worker-1 +running +step .* 8 ", shown.stdout)
@@ -67,6 +79,16 @@ def test_a_running_job_is_visible_and_has_a_report(launch):
     (attempt,) = read_run(Path("run")).attempts
     assert "step" in attempt.history["worker-0"].phases
     assert max(filter(None, attempt.history["worker-1"].memory_bytes)) > 1_000_000
+    with socket.create_server(("127.0.0.1", port)):  # given back
+        pass
+
+
+def test_metrics_end_with_a_launcher_that_is_killed(launch, port):
+    job = launch(SOURCE, f"--metrics_port={port}", "--run_dir=run")
+    job.ready(1)
+    metrics_with(port, 'tfdist_step{task="worker-0"} 7.0')
+    job.signal(signal.SIGKILL)
+    until(lambda: not is_listening(port), within_s=DEADLINE_S)
 
 
 def test_plain_fits_have_curves_without_repeated_steps(tmp_path):

@@ -1,4 +1,4 @@
-"""Live status of a job: phases by heartbeats, and the history's size."""
+"""Live status of a job: phases by heartbeats, the history's size, and Prometheus' text."""
 
 import io
 import itertools
@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -14,7 +15,13 @@ from tests.unit.test_report import RUNS
 from tfdist import top
 from tfdist.cluster import Task
 from tfdist.launch.events import Awakening, Beat, Ended, Started
-from tfdist.launch.live import MAX_BINS, AttemptHistory, LiveStatus
+from tfdist.launch.live import (
+    MAX_BINS,
+    AttemptHistory,
+    LiveStatus,
+    metrics_server,
+    prometheus_text,
+)
 from tfdist.launch.state import JobState
 from tfdist.loopback import listen, make_server
 from tfdist.report.run_records import read_run
@@ -117,6 +124,24 @@ def test_a_history_of_any_length_has_the_same_size():
 
 
 STATUS = json.loads((RUNS / "multiworker" / "live.json").read_text())
+
+
+def test_prometheus_gets_each_metric_with_its_type_once():
+    text = prometheus_text(STATUS)
+    lines = text.splitlines()
+    types = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))
+    assert {line.split("{")[0].split()[0] for line in lines if line[0] != "#"} <= set(types)
+    assert 'tfdist_step{task="worker-0"} 900.0' in lines
+    assert text.endswith("\n")
+
+
+def test_a_hanging_metrics_server_does_not_block_the_launcher(tmp_path):
+    before = psutil.Process().children()
+    with metrics_server(0, tmp_path / "live.json"):
+        (child,) = (one for one in psutil.Process().children() if one not in before)
+        child.suspend()
+    assert not child.is_running()
 
 
 def test_a_reader_that_leaves_is_no_error(capfd):

@@ -183,6 +183,7 @@ for extra, call in {{
 for extra, program, words in (
     ("submit", submit, ["--to", "kubernetes", "--image", "i", "--dry_run"]),
     ("digits", demo.main, []),
+    ("metrics", main, ["--metrics_port", "9464", "--run_dir", "run"]),
     ("ray", main, ["--on", "ray", "-m", "tfdist.train"]),
 ):
     print(extra, file=sys.stderr, flush=True)

@@ -37,7 +37,7 @@ from tfdist.launch.events import (
     request_name,
 )
 from tfdist.launch.isolation import isolate, reach
-from tfdist.launch.live import LiveStatus
+from tfdist.launch.live import LIVE_FILE, LiveStatus, metrics_server
 from tfdist.launch.machine import this_machine
 from tfdist.launch.membership import Membership
 from tfdist.launch.multihost.agents import Hub, PipeAgent, shell_of
@@ -365,27 +365,31 @@ class JobRun:
         Raises:
             TfdistError: The run directory is not writable. No task was started.
         """
-        logs = self._run_dir.start_attempt()
-        try:
-            self._write_report(None)
-        except OSError as error:
-            raise not_writable(self._job.run_dir, error) from None
-        began_s = time.monotonic()
-        try:
-            code = self._run_from(logs)
-        except (OSError, TfdistError) as error:  # of the launcher, not of a task
-            self._write(getattr(error, "exit_code", EXIT_FAILED))
-            self._screen.drain(is_hurried=True)
-            raise
-        lines = closing_lines(
-            self._job.run_dir,
-            exit_code=code,
-            seconds=time.monotonic() - began_s,
-            resume=resume_command(self._job.given, self._job.run_dir),
-        )
-        if code or not self._screen.is_quiet:
-            self._screen.say("\n".join(lines))
-        return code
+        with contextlib.ExitStack() as stack:
+            if (port := self._job.options.metrics_port) is not None:
+                stack.enter_context(metrics_server(port, self._job.run_dir / LIVE_FILE))
+                self._screen.announce(f"metrics at http://127.0.0.1:{port}/metrics")
+            logs = self._run_dir.start_attempt()
+            try:
+                self._write_report(None)
+            except OSError as error:
+                raise not_writable(self._job.run_dir, error) from None
+            began_s = time.monotonic()
+            try:
+                code = self._run_from(logs)
+            except (OSError, TfdistError) as error:  # of the launcher, not of a task
+                self._write(getattr(error, "exit_code", EXIT_FAILED))
+                self._screen.drain(is_hurried=True)
+                raise
+            lines = closing_lines(
+                self._job.run_dir,
+                exit_code=code,
+                seconds=time.monotonic() - began_s,
+                resume=resume_command(self._job.given, self._job.run_dir),
+            )
+            if code or not self._screen.is_quiet:
+                self._screen.say("\n".join(lines))
+            return code
 
     def _run_from(self, logs: Path) -> int:
         restarts = 0

@@ -1,23 +1,33 @@
-"""Live status of a job: `live.json`, and the history of each attempt.
+"""Live status of a job: `live.json`, the history of each attempt, and metrics for Prometheus.
 
 Heartbeats arrive once a second. A heartbeat's phase counts for the time since the previous beat.
+
+Run as a module, this file reads `live.json` and serves metrics. This is a separate process because
+the launcher forks, so it must not start threads or wait for clients.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import socket
+import subprocess
+import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import Task
+from tfdist.errors import require_packages
 from tfdist.files import write_json
 from tfdist.launch.events import Awakening, Beat, Started
 from tfdist.launch.machine import memory_bytes
 from tfdist.launch.state import JobState
+from tfdist.phases import PHASES, SUM
 
 LIVE_FILE = "live.json"
 HISTORY_FILE = "history.json"
@@ -225,3 +235,95 @@ class LiveStatus:
             "silent_s": round(state.now_s - beat.at_s, 1) if beat and is_running else None,
             "restarts": record.restart,
         }
+
+
+_METRICS_TYPE = "text/plain; version=0.0.4"
+
+_OF_JOB = (
+    ("at", "tfdist_status_timestamp_seconds", "Unix time at which the launcher wrote this status."),
+    ("attempt", "tfdist_attempt", "Number of the job's current attempt."),
+    ("step", "tfdist_job_step", "Finished steps of the job."),
+)
+_OF_TASK = (
+    ("step", "tfdist_step", "Finished optimizer steps of the task."),
+    ("steps_per_s", "tfdist_steps_per_second", "Steps per second in the last 15 s."),
+    ("memory_bytes", "tfdist_memory_bytes", "Resident memory of the task's process."),
+    (
+        "peak_memory_bytes",
+        "tfdist_memory_peak_bytes",
+        "Peak resident memory of the task.",
+    ),
+    ("silent_s", "tfdist_heartbeat_age_seconds", "Seconds since the task's last heartbeat."),
+    ("phase_s", "tfdist_phase_age_seconds", "Seconds since the task's last progress."),
+    ("restarts", "tfdist_task_restarts", "Number of restarts of only this task."),
+)
+
+
+def prometheus_text(status: Mapping[str, Any]) -> str:
+    """Return a status of `live.json` in Prometheus' text format."""
+    from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+    registry, tasks = CollectorRegistry(), status["tasks"]
+    labels = ("task", "host") if any(task["host"] for task in tasks) else ("task",)
+    for key, name, about in _OF_JOB:
+        if status.get(key) is not None:
+            Gauge(name, about, registry=registry).set(status[key])
+    gauges = {key: Gauge(name, about, labels, registry=registry) for key, name, about in _OF_TASK}
+    up = Gauge("tfdist_task_up", "1 if the task is running.", labels, registry=registry)
+    about = "1 for the task's current phase."
+    phase_of = Gauge("tfdist_task_phase", about, (*labels, "phase"), registry=registry)
+    for task in tasks:
+        named = [task[label] or "" for label in labels]
+        up.labels(*named).set(task["state"] == "running")
+        for key, gauge in gauges.items():
+            if task[key] is not None:
+                gauge.labels(*named).set(task[key])
+        for phase in (*PHASES, SUM):
+            phase_of.labels(*named, phase).set(task["phase"] == phase)
+    return str(generate_latest(registry).decode())
+
+
+@contextlib.contextmanager
+def metrics_server(port: int, live_file: Path) -> Iterator[None]:
+    """Serve the metrics of `live_file` on a port, in a separate process, while the block runs.
+
+    The process exits when the launcher exits or is killed, because its standard input closes.
+
+    Raises:
+        UsageError: The port is in use, or prometheus-client is not installed.
+    """
+    require_packages("--metrics_port", "prometheus_client", extra="metrics")
+    from tfdist.loopback import listen  # a slow import (HTTP server)
+
+    with listen(port, flag="--metrics_port") as listener:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(listener.fileno()), str(live_file)],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            process_group=0,  # Ctrl-C in the terminal must not stop it
+        )
+    with process:  # closes its input, and waits
+        try:
+            yield
+        finally:
+            process.kill()  # it writes no file, and SIGTERM has no effect if it is stopped
+
+
+def serve_metrics(listener_fd: int, live_file: Path) -> None:
+    """Serve until standard input closes."""
+    from tfdist.loopback import make_server
+
+    def metrics() -> str:
+        with contextlib.suppress(FileNotFoundError):
+            return prometheus_text(json.loads(live_file.read_text(encoding="utf-8")))
+        return ""  # live.json does not exist yet
+
+    listener = socket.socket(fileno=listener_fd)
+    with make_server(listener, metrics, path="/metrics", content_type=_METRICS_TYPE) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        sys.stdin.buffer.read()
+        server.shutdown()
+
+
+if __name__ == "__main__":
+    serve_metrics(int(sys.argv[1]), Path(sys.argv[2]))

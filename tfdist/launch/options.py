@@ -141,6 +141,9 @@ def _check_together(options: LaunchOptions) -> None:
         refuse("hosts", "Ray selects the hosts", "leave --hosts out, or use --on ssh")
     if options.on == "ssh" and options.hosts is None:
         refuse("on", "ssh needs a list of hosts", "give --hosts a:2,b:2", code="no-value")
+    fix = "leave one of them out. live.json in the run directory has the same figures"
+    given = {"--metrics_port": options.metrics_port, "--isolate": options.isolate}
+    mutually_exclusive(given, fix=fix)
     mutually_exclusive({"--resume": options.resume, "--run_dir": options.run_dir})
     on_hosts = options.where != "local" or options.hosts is not None
     mutually_exclusive({"--dry_run": options.dry_run, "--on and --hosts": on_hosts})
