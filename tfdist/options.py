@@ -45,8 +45,8 @@ STAGES = "TFDIST_STAGES"
 RESTARTS, UNCOUNTED_RESTARTS = "TFDIST_RESTARTS", "TFDIST_RESTARTS_UNCOUNTED"
 """Variables with a task's earlier starts. An indexed Job of Kubernetes has two such counts."""
 PLACE = {
-    CLUSTER: "the only source to read: tf_config, mpi, slurm, hosts or skypilot (none runs the "
-    "process on its own)",
+    CLUSTER: "the only source to read: tf_config, mpi, slurm, hosts, skypilot, lws or "
+    "sagemaker (none runs the process on its own)",
     HOSTS: "hosts of the job with the number of tasks on each (default: 1), as a:2,b:2 or n[1-4]:2",
     NODE_RANK: "index of this host in TFDIST_HOSTS, from 0 (default: the position of HOSTNAME)",
     LOCAL_RANK: "index of this task on its host, from 0",

@@ -356,6 +356,11 @@ REFUSED = {
         ({"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK", "bad-environment"),
         ({"SKYPILOT_NODE_RANK": ""}, "SKYPILOT_NODE_RANK", "bad-environment"),
     ],
+    "lws_group_of_three": [({"LWS_GROUP_SIZE": ""}, "LWS_GROUP_SIZE", "bad-environment")],
+    "sagemaker_two_hosts": [
+        ({"SM_CURRENT_HOST": "algo-3"}, "SM_HOSTS", "bad-environment"),
+        ({"SM_HOSTS": "algo-1"}, "SM_HOSTS", "bad-environment"),
+    ],
     "hosts_by_hand": [
         ({"TFDIST_NODE_RANK": "3"}, "TFDIST_NODE_RANK", "bad-value"),
         ({"TFDIST_NODE_RANK": ""}, "TFDIST_NODE_RANK", "bad-environment"),

@@ -21,6 +21,7 @@ The rules (docs/schedulers.md explains them to users):
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -246,7 +247,7 @@ def _rank_of_host(environ: Mapping[str, str], hosts: Sequence[str]) -> int:
     raise _missing(NODE_RANK, problem, "set it to the position of each host in the list")
 
 
-# SkyPilot gives each node the list of nodes and its own position. Each node is one task.
+# Platforms that give each node the list of nodes and its own position. Each node is one task.
 
 
 def from_skypilot(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
@@ -255,10 +256,49 @@ def from_skypilot(environ: Mapping[str, str], job_settings: JobSettings) -> Task
     https://docs.skypilot.co/en/stable/running-jobs/distributed-jobs.html
     """
     nodes = text(environ, "SKYPILOT_NODE_IPS").split()
+    return _node_of(nodes, environ, rank="SKYPILOT_NODE_RANK", job_settings=job_settings)
+
+
+def from_leader_worker_set(
+    environ: Mapping[str, str], job_settings: JobSettings
+) -> TaskConfig | None:
+    """Return this pod's part of its group in a LeaderWorkerSet, or `None` elsewhere.
+
+    Pod ``i`` of the group of leader ``NAME.DOMAIN`` is ``NAME-i.DOMAIN``:
+    https://lws.sigs.k8s.io/docs/reference/labels-annotations-and-environment-variables/
+    """
+    leader = text(environ, "LWS_LEADER_ADDRESS")
+    name, _, domain = leader.partition(".")
+    size = needed(environ, "LWS_GROUP_SIZE", least=1) if leader else 0
+    nodes = [leader, *(f"{name}-{index}.{domain}" for index in range(1, size))] if leader else []
+    return _node_of(nodes, environ, rank="LWS_WORKER_INDEX", job_settings=job_settings)
+
+
+def from_sagemaker(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfig | None:
+    """Return this host's part of a SageMaker training job, or `None` elsewhere.
+
+    https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
+    """
+    value, own = text(environ, "SM_HOSTS"), text(environ, "SM_CURRENT_HOST")
+    if not value:
+        return None
+    try:
+        nodes = [str(host) for host in json.loads(value)]
+        rank = str(nodes.index(own))
+    except (ValueError, TypeError):
+        problem = f"{shown(value)} is not a JSON list that contains SM_CURRENT_HOST={shown(own)}"
+        fix = "pass SageMaker's variables on to the task unchanged"
+        raise _contradiction("SM_HOSTS", problem, fix) from None
+    return _node_of(nodes, {"rank": rank}, rank="rank", job_settings=job_settings)
+
+
+def _node_of(
+    nodes: Sequence[str], environ: Mapping[str, str], *, rank: str, job_settings: JobSettings
+) -> TaskConfig | None:
     if not nodes:
         return None
-    rank = needed(environ, "SKYPILOT_NODE_RANK", most=len(nodes) - 1)
-    return one_of(nodes, rank=rank, job_settings=job_settings)
+    number = needed(environ, rank, most=len(nodes) - 1)
+    return one_of(nodes, rank=number, job_settings=job_settings)
 
 
 Reader = Callable[[Mapping[str, str], JobSettings], TaskConfig | None]
@@ -275,6 +315,8 @@ SOURCES: Mapping[str, Reader] = {
     "slurm": from_slurm,
     "hosts": from_hosts,
     "skypilot": from_skypilot,
+    "lws": from_leader_worker_set,
+    "sagemaker": from_sagemaker,
 }
 """Readers by their names in TFDIST_CLUSTER, in order of precedence."""
 
