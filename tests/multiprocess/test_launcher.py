@@ -149,7 +149,7 @@ def test_the_launcher_exits_with_the_code_of_its_task(launch, command, source, c
     shown = cause.replace(WORDS, "see the message above")
     assert f"[launch] worker-0 failed first: {shown}\n" in job.text
     assert job.text.count(WORDS) == (code == 2)
-    assert "[launch] resume: " in job.text
+    assert f"[launch] {'resume' if code == 137 else 'after the fix'}: " in job.text
     assert report("run")["attempts"][0]["first_failure"]["cause"] == cause
     assert stat.S_IMODE(os.stat("run/report.json").st_mode) == 0o600
     assert "Traceback" not in job.text

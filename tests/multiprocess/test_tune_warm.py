@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,11 +23,11 @@ told = {"warm": server, "server": ppid, "is_imported": "wave" in sys.modules, "p
 
 
 @contextlib.contextmanager
-def warmed(tmp_path: Path, source: str) -> Iterator[Trial]:
+def warmed(tmp_path: Path, source: str, *, more: Sequence[str] = ()) -> Iterator[Trial]:
     trial = Trial(tmp_path, TELL + source)
     trial.runner.launch_flags += ("--start", "fork")
     trial.runner.warm = ForkTemplate(
-        MODULES, environ=trial.runner.environ, log_path=tmp_path / "fork-server.log"
+        MODULES, more=more, environ=trial.runner.environ, log_path=tmp_path / "fork-server.log"
     )
     try:
         yield trial

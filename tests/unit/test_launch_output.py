@@ -231,6 +231,23 @@ def test_the_closing_lines_name_results_and_resume_command(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("exit_code", "attempts", "label"),
+    [
+        (2, [], "after the fix"),
+        (1, [{"first_step_s": None, "first_failure": {"step": None}}], "after the fix"),
+        (1, [{"first_step_s": None, "first_failure": {"step": 3}}], "resume"),
+        (2, [{"first_step_s": 2.5, "first_failure": None}, {}], "resume"),
+        (143, [], "resume"),
+        (137, [], "resume"),
+    ],
+)
+def test_only_a_job_with_state_offers_to_resume(tmp_path, exit_code, attempts, label):
+    write_json(tmp_path / "report.json", {"attempts": attempts})
+    *_, last = closing_lines(tmp_path, exit_code=exit_code, seconds=1, resume="command")
+    assert last == f"{label}: command"
+
+
+@pytest.mark.parametrize(
     "words",
     [
         ["--evaluator", "--ps=1", "--env=A,B", "-m", "package.train", "-x"],

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from tfdist.cluster import settings
-from tfdist.errors import TfdistError, named
+from tfdist.errors import EXIT_FAILED, EXIT_USAGE, TfdistError, named
 from tfdist.files import is_held
 from tfdist.launch.events import STOP_CODES
 from tfdist.launch.live import LIVE_FILE
 from tfdist.launch.multihost.host_agreement import without_secrets
 from tfdist.launch.options import DEFAULT_MODULE, LaunchOptions, refuse
-from tfdist.launch.run_dir import REPORT_FILE, RUNS, slurm_prefix
+from tfdist.launch.run_dir import REPORT_FILE, RUNS, earlier_attempts, slurm_prefix
 from tfdist.options import LaunchFlags, names_of, table
 from tfdist.outputs.run_directory import COUNTERS, RunDirectory, read_json
 
@@ -140,7 +140,16 @@ def closing_lines(run_dir: Path, *, exit_code: int, seconds: float, resume: str)
     lines.append(f"report: tfdist report {where}")
     if not exit_code:
         return lines
-    return [*lines, f"resume: {resume}"]
+    never_began = exit_code in (EXIT_FAILED, EXIT_USAGE) and not _has_steps(run_dir)
+    return [*lines, f"{'after the fix' if never_began else 'resume'}: {resume}"]
+
+
+def _has_steps(run_dir: Path) -> bool:
+    """Return whether the report has an attempt that finished a step."""
+    return any(
+        entry.get("first_step_s") is not None or (entry.get("first_failure") or {}).get("step")
+        for entry in earlier_attempts(run_dir)
+    )
 
 
 def _metric_lines(lines: Sequence[Mapping[str, Any]]) -> list[str]:

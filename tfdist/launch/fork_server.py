@@ -59,12 +59,34 @@ The server blocks these signals until its launcher exits, because the tasks exit
 def main(argv: Sequence[str]) -> None:
     """Serve until the starting process has exited.
 
-    `argv` has the file descriptor of the socket to the launcher, and the modules to import.
+    `argv` has the arguments of `_command`. If an optional module fails to import, the tasks import
+    it. If an optional module starts a thread, the server restarts without all optional modules,
+    because threads do not survive a fork.
     """
-    control = socket.socket(fileno=int(argv[0]))
+    control, dashes = socket.socket(fileno=int(argv[0])), argv.index("--")
+    modules, more = argv[1:dashes], argv[dashes + 1 :]
+    gc.disable()  # as in `import_once`
+    for name in more:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            _log(f"cannot import {name}, so the tasks import it: {type(error).__name__}: {error}")
+    if more and count_threads() > 1:
+        _log(f"importing {', '.join(more)} started threads, restarting without these modules")
+        command = _command(control, modules)
+        os.execv(command[0], command)
     os.set_inheritable(control.fileno(), False)
-    import_once(argv[1:])
+    import_once(modules)
     serve(control)
+
+
+def _command(control: socket.socket, modules: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    """Return the command of a server, with required `modules` and optional modules (`more`)."""
+    return bootstrap_command("fork_server", str(control.fileno()), *modules, "--", *more)
+
+
+def _log(text: str) -> None:
+    print(f"fork server: {text}", flush=True)  # flush, or each fork would print it again
 
 
 def import_once(modules: Sequence[str]) -> None:
@@ -77,8 +99,7 @@ def import_once(modules: Sequence[str]) -> None:
         importlib.import_module(name)
     threads = count_threads()
     if threads > 1:  # other threads, and their locks, do not survive a fork
-        text = f"fork server: {threads} threads run after the imports, so tasks may hang"
-        print(text, flush=True)  # flush, or each fork would print it again
+        _log(f"{threads} threads run after the imports (expected 1), so tasks may hang")
     # Freeze shared objects, so that a task's garbage collector does not copy their pages. Run
     # no collection before: it is slow, and tasks that reuse the freed memory would copy its pages.
     gc.freeze()
@@ -217,13 +238,20 @@ class ForkTemplate:
 
     Args:
       modules: Modules to import.
+      more: Optional modules to import (see `main`).
       environ: Environment of the imports. Each task gets its job's environment.
       log_path: File for the output of the imports.
     """
 
     def __init__(
-        self, modules: Sequence[str], *, environ: Mapping[str, str], log_path: Path
+        self,
+        modules: Sequence[str],
+        *,
+        more: Sequence[str] = (),
+        environ: Mapping[str, str],
+        log_path: Path,
     ) -> None:
+        self._more = tuple(more)
         self._modules = tuple(modules)
         self._environ = {**environ, **ONE_THREAD}
         self._log_path = log_path
@@ -243,7 +271,7 @@ class ForkTemplate:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(self._log_path, "ab") as log:
             self._process = subprocess.Popen(
-                bootstrap_command("fork_server", str(theirs.fileno()), *self._modules),
+                _command(theirs, self._modules, self._more),
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -308,7 +336,7 @@ class ForkStarter:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(log_path, "ab") as log:
             self._server = start_process(
-                bootstrap_command("fork_server", str(theirs.fileno()), *IMPORTS),
+                _command(theirs, IMPORTS),
                 env=self._environ,
                 output_fd=log.fileno(),
                 keep_fds=(theirs.fileno(),),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
 import os
@@ -97,6 +98,25 @@ def own_program(main: Any, args: Sequence[str]) -> Program:
             code="no-program",
         )
     return Program(target=os.path.abspath(file), is_module=False, args=tuple(args))
+
+
+def imports_of(source: str) -> list[str]:
+    """Return the installed packages that a program imports at its top level.
+
+    Modules beside the program are left out. Each trial imports these modules itself.
+    """
+    names: list[str] = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.append(node.module)
+    return [name for name in dict.fromkeys(names) if _is_installed(sys.modules.get(name))]
+
+
+def _is_installed(module: Any) -> bool:
+    parts = Path(getattr(module, "__file__", None) or "").parts
+    return "site-packages" in parts or "dist-packages" in parts
 
 
 # The sweep.
@@ -254,10 +274,12 @@ def _trial_program() -> TrialProgram:
     main: Any = sys.modules["__main__"]
     program = own_program(main, sys.argv[1:])
     can_fork = imports_tensorflow(program, search=[os.getcwd(), *sys.path])
+    source = Path(main.__file__).read_text(encoding="utf-8") if can_fork else ""
     return TrialProgram(
         command=("-m", "tfdist.tuning.trial", *program.python_args),
         launch_flags=("--start", "auto" if can_fork else "exec"),
         imports=IMPORTS_OF_TRIALS if can_fork else None,
+        more_imports=tuple(imports_of(source)),
     )
 
 

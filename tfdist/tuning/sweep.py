@@ -197,6 +197,7 @@ def _fork_template(
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "1", "CUDA_VISIBLE_DEVICES": "-1"}  # as in the launcher
     return ForkTemplate(
         ("tensorflow", "keras", *program.imports),
+        more=program.more_imports,
         environ={**quiet, **environ},
         log_path=options.sweep_dir / FORK_LOG,
     )

@@ -251,6 +251,8 @@ class TrialProgram:
     imports: tuple[str, ...] | None = None
     """Modules to import once for all trials, in addition to TensorFlow and Keras.
     If `None`, each trial imports its modules itself."""
+    more_imports: tuple[str, ...] = ()
+    """Further modules to import once. The fork server skips a module that cannot be imported."""
 
 
 @dataclass(kw_only=True)
