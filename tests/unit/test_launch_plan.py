@@ -410,9 +410,7 @@ SAID = {
         told(SEVERAL, _TFDIST_JOB="mark"),  # a launcher inside a task of another
         {"TF_CONFIG": "no JSON"},
     ],
-    "TFDIST_STRATEGY, TFDIST_PORTS, TFDIST_HOSTS: ignored, because the launcher reads only its flags": [
-        UNUSED
-    ],
+    "TFDIST_STRATEGY, TFDIST_PORTS, TFDIST_HOSTS: ignored, because the launcher reads": [UNUSED],
     "": [
         *({}, {"TF_CONFIG": " "}, {"_TFDIST_JOB": "x"}),
         told(SEVERAL, TFDIST_CLUSTER="none"),
