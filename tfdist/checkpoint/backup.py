@@ -24,8 +24,7 @@ import tensorflow as tf
 from tfdist.checkpoint import callback_state, model_state
 from tfdist.checkpoint.publish import PublishModel
 from tfdist.checkpoint.remote import RemoteCheckpoints, is_remote, local_directory, put
-from tfdist.checkpoint.saved_run import RunStore
-from tfdist.checkpoint.store import Checkpoint, NothingWhole
+from tfdist.checkpoint.store import Checkpoint, CheckpointStore, NothingWhole
 from tfdist.errors import (
     UsageError,
     require,
@@ -164,10 +163,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.remote: RemoteCheckpoints | None = None
         if is_remote(backup_dir):
             url = os.fspath(backup_dir)
-            self.store = RunStore(local_directory(url), keep=keep)
+            self.store = CheckpointStore(local_directory(url), keep=keep)
             self.remote = RemoteCheckpoints(url, self.store)
         else:
-            self.store = RunStore(backup_dir, keep=keep)
+            self.store = CheckpointStore(backup_dir, keep=keep)
         self.exact = exact
         self.best = best
         self.publisher: PublishModel | None = None
@@ -318,7 +317,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         checkpoint = self.store.read(self._found_step) if job.is_chief else None
         if checkpoint is not None:
             self._require_same(model, job, checkpoint.meta)
-            model_state.require_shapes(model, job, checkpoint.arrays, where=self._where)
         model_state.restore(model, job, checkpoint.arrays if checkpoint else None)
         saved = broadcast(None if checkpoint is None else _of_all_tasks(checkpoint))
         self._saved_run = RunState(**saved["run"])
@@ -433,9 +431,7 @@ def _of_all_tasks(checkpoint: Checkpoint) -> dict[str, Any]:
 # Frequent saves cost time, rare saves lose work. A save blocks the training for `save_s`, and
 # failures are `mtbf_s` apart on average. The best interval is about ``sqrt(2 save_s mtbf_s)``
 # (Young, "A first order approximation to the optimum checkpoint interval", Communications of the
-# ACM 17 (9), 1974). `daly` returns a more exact value (Daly, "A higher order estimate of the
-# optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22 (3), 2006).
-# Both formulas assume independent failures at a constant rate.
+# ACM 17 (9), 1974). The formula assumes independent failures at a constant rate.
 
 
 MOST_COST = 0.01
@@ -447,23 +443,14 @@ DEFAULT_MTBF_S = 86_400.0
 _NEWEST = 0.5
 
 
-def daly(save_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval, in seconds of training between two saves."""
-    if save_s >= 2 * mtbf_s:
-        return mtbf_s
-    part = save_s / (2 * mtbf_s)
-    young_s = math.sqrt(2 * save_s * mtbf_s)
-    return young_s * (1 + math.sqrt(part) / 3 + part / 9) - save_s
-
-
 def interval_for(save_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval in seconds, or a longer interval to limit the cost to `MOST_COST`.
+    """Return Young's interval in seconds, or a longer interval to limit the cost to `MOST_COST`.
 
     Args:
       save_s: Seconds for which a save blocks the training, at least 0.
       mtbf_s: Mean time between failures in seconds, above 0.
     """
-    return max(daly(save_s, mtbf_s), save_s * (1 / MOST_COST - 1))
+    return max(math.sqrt(2 * save_s * mtbf_s), save_s * (1 / MOST_COST - 1))
 
 
 class AutoInterval:
