@@ -422,7 +422,7 @@ def test_callback_states_survive_a_chief_lost_while_sharing():
         succession.share([state], epoch=3, step=7, has_news=True)
         assert succession.shared == earlier
         assert succession.is_due
-        mesh.stop("no member is left")
+        mesh.close()
         with pytest.raises(PeerLost):
             succession.share([state], epoch=3, step=7, has_news=True)
         return "done"
