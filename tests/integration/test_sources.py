@@ -262,7 +262,6 @@ AB = ({"a": np.ones(4), "b": np.zeros(4)}, np.arange(4))
 @pytest.mark.parametrize(
     ("batches", "code"),
     [
-        ((3,), "not-a-batch"),
         (((tf.sparse.eye(2), np.zeros(2)),), "not-dense"),
         (((tf.ragged.constant([[1], [2, 3]]), np.zeros(2)),), "not-dense"),
         ((AB, AB, ({"a": np.zeros(4), "c": np.zeros(4)}, np.arange(4))), "structures-differ"),

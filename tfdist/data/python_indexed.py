@@ -103,15 +103,6 @@ class PyDatasetSource(Source):
         batch = _without_lists(tuple(batch) if isinstance(batch, list) else batch)
         if isinstance(batch, np.ndarray):
             batch = (batch,)
-        if not isinstance(batch, dict | tuple) or (
-            isinstance(batch, tuple) and len(batch) not in (1, 2, 3)
-        ):
-            raise UsageError(
-                where,
-                f"the item is a {type(batch).__name__}, not a tuple of 1 to 3 parts or a dict",
-                fix="return (x,), (x, y), (x, y, sample_weight) or a dict of arrays",
-                code="not-a-batch",
-            )
         batch = tf.nest.map_structure(functools.partial(_as_array, where=where), batch)
         if self.element_spec is not None:
             _require_structure(batch, self.element_spec, where=where)

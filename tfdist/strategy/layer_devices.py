@@ -136,7 +136,6 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
         if not tensors or backend.in_stateless_scope():  # shapes are inferred
             return call(layer, *args, **kwargs)
         _require_not_stateful(layer)
-        _require_one_batch(layer, tensors)
         sizes = _sizes(tensors[0], len(place.devices))
         split = {id(tensor): _split(tensor, sizes) for tensor in tensors}
 
@@ -272,13 +271,6 @@ def _require_not_stateful(layer: keras.layers.Layer) -> None:
         if getattr(inner, "stateful", False):
             kind = type(inner).__name__
             raise _refusal(layer, f"its {kind} {inner.name!r} has a state for the whole batch")
-
-
-def _require_one_batch(layer: keras.layers.Layer, tensors: Sequence[tf.Tensor]) -> None:
-    batches = {tensor.shape[0] for tensor in tensors} - {None}
-    if len(batches) > 1:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-        raise _refusal(layer, f"its arguments have different batch sizes ({shapes})")
 
 
 def _num_losses(layer: keras.layers.Layer) -> int:

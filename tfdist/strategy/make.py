@@ -259,7 +259,6 @@ def multiworker_job(
     # TensorFlow starts a thread for each collective that sleeps for the whole timeout. The job has
     # one timer instead (`group.naming_lost_peer`).
     communication_options = made(chosen.bytes_per_pack, implementation=chosen.implementation)
-    devices.send_in_large_pieces()
     rendezvous.await_peers(config, timeout_s=timeout_s)
     with (
         rendezvous.last_resort(timeout_s=timeout_s + rendezvous.LATER_S),
