@@ -29,7 +29,7 @@ from tfdist.training.evaluation import Evaluation, evaluate_checkpoints, evaluat
 from tfdist.training.inputs import Length
 from tfdist.training.keras_compat.trace import warn_once
 from tfdist.training.loop import RunPlan, TrainLoop
-from tfdist.training.probing import shortened
+from tfdist.training.metrics_file import shortened
 from tfdist.training.program import (
     Engine,
     RunObserver,
@@ -86,7 +86,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     Raises:
       ValueError: the model is not compiled.
       UsageError: the model belongs to another scope. The strategy does not support the data. The
-        global batch has fewer examples than replicas. The optimizer's state cannot be sharded.
+        optimizer's state cannot be sharded.
       Stopped: a task received SIGTERM, SIGUSR1 or SIGINT. With a `BackupAndRestore` callback, the
         next run resumes from its last checkpoint.
     """
@@ -185,7 +185,6 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
         with draws_nothing():  # a resumed run skips this load: keep its draws the same
             load_weights(model, run.initial_weights, job=job)
     building.build(model, job, feed, slots="parts" if sharded else "whole")
-    building.require_known_variables(model)
     keras_compat.fuse(model, fused=run.fused_kernels)
     if key is not None:
         feed.take_seed_from_a_variable()

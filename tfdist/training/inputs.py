@@ -85,7 +85,6 @@ def prepare(
         source = preprocessed(source, getattr(model, "preprocess_samples", None))
     source = _checked_source(source, job=job, shuffle=shuffle)
     batch, examples = _sizes_of(source, length, job=job, seed=seed)
-    _require_enough(batch, job)
     order = _order_of(examples, length, batch=batch, shuffle=shuffle)
     plan = _plan(length, batch=batch, examples=order.examples)
     steps = len(plan.steps(0)) if plan.num_epochs else 0
@@ -186,17 +185,6 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
         )
     epochs = min(length.epochs, length.most_epochs or length.epochs)
     return EpochPlan.uniform(epochs=epochs, examples=per_epoch, global_batch_size=batch)
-
-
-def _require_enough(batch: int, job: Job) -> None:
-    if batch < job.num_replicas:
-        raise UsageError(
-            "batch_size",
-            f"a global batch of {batch} is too small for {job.num_replicas} replicas",
-            fix=f"pass batch_size={job.num_replicas} or more (also validation_batch_size, or the "
-            "batch() of a dataset), or use fewer devices",
-            code="batch-too-small",
-        )
 
 
 def _require_class_weight(class_weight: Any) -> None:
