@@ -192,13 +192,17 @@ def test_evaluation_skips_random_transforms():
         (lambda: Normalization(mean=[0, 1], variance=1), "Normalization", "out-of-range"),
         (lambda: Normalization(None, [0, 1], [1, 1]), "Normalization", "out-of-range"),
         (Normalization, "Normalization", "out-of-range"),
-        (lambda: apply(RandomFlip("horizontal"), IMAGES[..., 0]), "augmentation", "not-images"),
+        (
+            lambda: apply(RandomFlip("horizontal"), IMAGES[..., 0]),
+            "augmentation",
+            "unsupported-data",
+        ),
         (
             lambda: RandomFlip("horizontal")(
                 ({"a": IMAGES}, LABELS), example_ids=IDS, epoch=0, seed=1
             ),
             "augmentation",
-            "not-images",
+            "unsupported-data",
         ),
     ],
 )

@@ -182,9 +182,9 @@ ALONE = [
     ("gather", "collective-type", lambda: tfdist.gather(np.array([object()]))),
     ("all_gather", "collective-type", lambda: tfdist.all_gather({"a": np.array([1, None])})),
     ("scatter", "collective-type", lambda: tfdist.scatter(np.array([[1, None]]))),
-    ("scatter", "scatter-shape", lambda: tfdist.scatter(np.zeros((2, 3)))),
-    ("reduce root", "unknown-task", lambda: tfdist.reduce(1.0, root=5)),
-    ("broadcast root", "unknown-task", lambda: tfdist.broadcast(1, root=1)),
+    ("scatter", "shapes-differ", lambda: tfdist.scatter(np.zeros((2, 3)))),
+    ("reduce root", "out-of-range", lambda: tfdist.reduce(1.0, root=5)),
+    ("broadcast root", "out-of-range", lambda: tfdist.broadcast(1, root=1)),
     ("broadcast", "collective-type", lambda: tfdist.broadcast({0: 1.0})),
     ("broadcast", "collective-type", lambda: tfdist.broadcast(b"ab")),
 ]

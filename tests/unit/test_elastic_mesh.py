@@ -291,7 +291,7 @@ def test_unauthenticated_connections_do_not_become_members():
 def test_a_port_in_use_is_a_refusal():
     with hold_ports(1)[0] as port, listen(split_address(port.address)[1]):
         where, code = refused(lambda: HostLinks(1, {1: port.address}))
-        assert (where, code) == ("worker-1", "port-in-use")
+        assert (where, code) == ("worker-1", "port-taken")
 
 
 def test_a_member_that_cannot_be_reached_is_named(monkeypatch):

@@ -563,7 +563,7 @@ def less_is_better(name: str, mode: str, *, where: str) -> bool:
         where,
         f"mode={mode!r} does not tell if lower values of {name!r} are better",
         fix='pass mode="min" if lower values are better, else mode="max"',
-        code="unknown-direction",
+        code="unknown-value",
     )
 
 

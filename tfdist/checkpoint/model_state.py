@@ -179,7 +179,7 @@ def require_same_variables(
         where,
         f"the checkpoint belongs to another model: {named(differences, most=_DIFFERENCES_SHOWN)}",
         fix=_ANOTHER,
-        code="another-model",
+        code="another-run",
     )
 
 
@@ -194,7 +194,7 @@ def require_same_configuration(
         f"the checkpoint belongs to another configuration: "
         f"{named(differences, most=_DIFFERENCES_SHOWN)}",
         fix=_ANOTHER,
-        code="another-configuration",
+        code="another-run",
     )
 
 

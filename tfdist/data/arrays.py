@@ -166,7 +166,7 @@ def _common_length(columns: dict[str, Nest]) -> int:
         "data",
         f"the arrays are empty or differ in their numbers of examples: {found}",
         fix="pass arrays with the same number of examples",
-        code="lengths-differ",
+        code="shapes-differ",
     )
     return lengths.pop()
 
@@ -191,7 +191,7 @@ def _as_column(value: Any, *, where: str) -> Any:
             where,
             f"the {type(value).__name__} {str(value)[:60]!r} is not an array of examples",
             fix="convert it with np.asarray(...), with an entry for each example",
-            code="not-an-array",
+            code="unsupported-data",
         )
     return array
 
@@ -209,7 +209,7 @@ def require_dense(value: Any, *, where: str) -> None:
             where,
             f"tfdist cannot read a {type(value).__name__}, because its rows have no fixed size",
             fix="pass .toarray() or .to_tensor(), or a tf.data.Dataset of batches",
-            code="not-dense",
+            code="unsupported-data",
         )
 
 

@@ -248,7 +248,7 @@ class Compose:
                 "tensor [batch, height, width, channels]",
                 fix="name the images with key= if the model has several inputs, or add a channel "
                 "axis",
-                code="not-images",
+                code="unsupported-data",
             )
         return images
 

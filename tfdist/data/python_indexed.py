@@ -77,7 +77,7 @@ class PyDatasetSource(Source):
             type(dataset).__name__,
             "the PyDataset has no batches",
             fix="check __len__ (or num_batches) of the PyDataset",
-            code="no-examples",
+            code="no-data",
         )
         self.element_spec = None
         first = [self.fetch_batch(index) for index in range(min(2, self.num_batches or 2))]
@@ -113,7 +113,7 @@ class PyDatasetSource(Source):
                         where,
                         "the batch has no examples",
                         fix="leave the empty batch out of __len__ (or num_batches)",
-                        code="no-examples",
+                        code="no-data",
                     )
                     _require_type(leaf, _numpy_dtype(spec), where=where)
         return batch
@@ -131,7 +131,7 @@ class PyDatasetSource(Source):
             type(self._dataset).__name__,
             f"on_epoch_end changes the number of batches from {before} to {self.num_batches}",
             fix="keep the number of batches, or call fit once for each number",
-            code="lengths-differ",
+            code="shapes-differ",
         )
 
 
@@ -201,7 +201,7 @@ def _require_structure(nest: Nest, first: Nest, *, where: str) -> None:
             where,
             f"the parts are {parts[0]}, but the first item has {parts[1]}",
             fix="return the same parts for each index",
-            code="structures-differ",
+            code="shapes-differ",
         ) from None
 
 
@@ -215,5 +215,5 @@ def _require_type(array: np.ndarray[Any, Any], dtype: Any, *, where: str) -> Non
         f"the numbers are {array.dtype} and do not fit into {np.dtype(dtype)}, the type of the "
         "first item",
         fix="convert all items to the same type, for example with np.float32(...)",
-        code="types-differ",
+        code="shapes-differ",
     )

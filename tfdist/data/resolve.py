@@ -87,7 +87,7 @@ def check_supported(source: Source, kind: Kind) -> None:
         f"{source.kind} uses a variable or a table of the chief (for example a layer with weights "
         "or a lookup), which workers cannot read",
         fix="move the layer into the model, or apply it to the data before training",
-        code="variables-under-ps",
+        code="unsupported-data",
     )
     require(
         operation is None and not isinstance(source, PythonSource | PyDatasetSource),
@@ -96,7 +96,7 @@ def check_supported(source: Source, kind: Kind) -> None:
         "workers cannot run",
         fix="pass arrays (np.memmap if memory is too small) or a tf.data.Dataset without Python "
         "code, or use multiworker",
-        code="python-under-ps",
+        code="unsupported-data",
     )
 
 

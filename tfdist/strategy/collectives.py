@@ -115,7 +115,7 @@ def scatter(values: Any = None, root: int = 0) -> Any:
                 "scatter",
                 f"an array has the shape {list(array.shape)}, but the job has {count} tasks",
                 fix=f"pass arrays of the shape [{count}, ...]",
-                code="scatter-shape",
+                code="shapes-differ",
             )
     of = _described("scatter", (), "", job, root) if job else ""
     return _decoded(job, text, arrays, root=root, is_root=is_root, of=of, receive=_row_from_root)
@@ -274,7 +274,7 @@ def _require_root(name: str, job: Job | None, root: int) -> None:
         f"{name} root",
         f"there is no task {index} in a job of {count} tasks",
         fix=f"pass an index from 0 to {count - 1}",
-        code="unknown-task",
+        code="out-of-range",
     )
 
 

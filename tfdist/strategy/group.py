@@ -178,7 +178,7 @@ def rows_of_all_tasks(
             of,
             f"the rows of one batch have the shapes {', '.join(map(str, shapes))} in the tasks",
             fix="pad all batches to the same length, for example with output_sequence_length",
-            code="rows-differ",
+            code="shapes-differ",
         )
     dtype = tf.as_dtype(int(max(kinds))).as_numpy_dtype
     whole = np.zeros((sum(counts), *map(max, sizes)), dtype)

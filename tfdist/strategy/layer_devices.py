@@ -73,7 +73,7 @@ class PlacedStrategy(tf.distribute.OneDeviceStrategy):
                 "placement",
                 f"no layer uses the pattern {pattern!r}{near(pattern, names)}",
                 fix="correct the pattern, or put it before a more general pattern",
-                code="unknown-layer",
+                code="unknown-value",
             )
 
 
@@ -299,7 +299,7 @@ def _refusal(layer: keras.layers.Layer, problem: str) -> UsageError:
         "placement",
         f"layer {layer.name!r} cannot divide its batch over several devices, because {problem}",
         fix=f"place {layer.name!r} on one device, or only its inner layers on several devices",
-        code="divided-layer",
+        code="unsupported",
     )
 
 

@@ -146,7 +146,7 @@ def listening(name: str, address: str, *, only_local: bool) -> socket.socket:
             name,
             f"cannot listen on {address}: {error.strerror}",
             fix="stop the process that uses the port, or give the task another port in TF_CONFIG",
-            code="port-in-use",
+            code="port-taken",
         ) from error
 
 

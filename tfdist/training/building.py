@@ -75,7 +75,7 @@ def require_compiled_functions(*, doing: str, model: keras.Model | None = None) 
             f"tfdist.{doing}",
             f"{name} is set, but tfdist compiles its steps",
             fix="set it to False. To debug a step, use strategy single with model.fit, or tf.print",
-            code="eager",
+            code="unsupported",
         )
 
 
@@ -240,7 +240,7 @@ def _require_targets(model: keras.Model, batch_spec: Any) -> None:
             "y",
             "the model is compiled with a loss, but the data have no targets",
             fix="pass y, validation_data=(x, y), or a dataset of (x, y)",
-            code="no-targets",
+            code="no-data",
         )
 
 
@@ -311,7 +311,7 @@ def _require_one_scale(model: keras.Model, job: Job) -> None:
                 "model",
                 f"{job.num_replicas} replicas cannot combine the float8 scales of {variable.path}",
                 fix="use strategy single, or leave out quantize('float8')",
-                code="unsupported-layer",
+                code="unsupported",
             )
 
 
@@ -330,7 +330,7 @@ def require_as_compiled(model: keras.Model, before: tuple[Any, Any]) -> None:
             "callbacks",
             "a callback compiled the model or replaced its optimizer during fit",
             fix="call fit again after each change (a callback may set learning_rate)",
-            code="compiled-in-fit",
+            code="unsupported",
         )
 
 
@@ -357,7 +357,7 @@ def _require_one_state(model: keras.Model, job: Job) -> None:
                 f"strategy {job.kind} splits batches, but the stateful layer {layer.name} needs "
                 "whole batches in their order",
                 fix="use strategy single, or make the layer with stateful=False",
-                code="unsupported-layer",
+                code="unsupported",
             )
 
 

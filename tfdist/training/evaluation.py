@@ -287,7 +287,7 @@ def evaluator_of(
         "fit",
         "a job with an evaluator needs validation_data",
         fix="pass validation_data, or start the job without --evaluator",
-        code="missing-validation",
+        code="no-data",
     )
     require(
         _backups(listed),

@@ -432,7 +432,7 @@ def require_even(sizes: set[int]) -> None:
             f"the parts of a batch have {', '.join(map(str, sorted(sizes)))} rows, so replicas "
             "cannot divide it",
             fix="repeat shared values for each example in the data, or use strategy single",
-            code="uneven-parts",
+            code="shapes-differ",
         )
 
 

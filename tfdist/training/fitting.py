@@ -328,14 +328,14 @@ class StepLoop:
             "StepLoop",
             "strategy pipeline cannot divide a step function into stages",
             fix="call tfdist.fit, or use another strategy",
-            code="own-step",
+            code="unsupported",
         )
         require(
             self._job.shards is None,
             "StepLoop",
             "an elastic job cannot divide a step function into shards",
             fix="call model.fit, or start the job without --elastic",
-            code="own-step",
+            code="unsupported",
         )
         self._metrics = list(metrics)
         for optimizer, variables in sharded_optimizers:

@@ -96,7 +96,7 @@ def prepare(
         "virtual_epochs",
         f"a virtual epoch ends inside a batch of {batch} examples, which tfdist cannot divide",
         fix=f"make total_examples a multiple of checkpoints * {batch}, or pass arrays",
-        code="cut-batches",
+        code="unsupported-data",
     )
     kind = next(feed for kind, feed in _FEEDS if isinstance(source, kind))
     spec = spec_of_batches(source)
@@ -195,7 +195,7 @@ def _require_class_weight(class_weight: Any) -> None:
         "class_weight",
         f"{class_weight!r:.80} is not a dict of class numbers (from 0) and weights",
         fix="write a dict such as {0: 1.0, 1: 2.5} (if a class is missing, its weight is 1)",
-        code="wrong-type",
+        code="bad-value",
     )
 
 
@@ -226,7 +226,7 @@ def _with_weight(spec: Any) -> Any:
         "class_weight",
         "class_weight needs a single output with a class for each example, and no sample weights",
         fix="pass only sample_weight, multiplied by the class weights",
-        code="class-weight-data",
+        code="unsupported-data",
     )
     return x, y, tf.TensorSpec([None], tf.float32)
 

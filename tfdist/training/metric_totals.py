@@ -32,7 +32,7 @@ def require_sums(program: StepProgram) -> None:
             "totals add up over workers",
             fix="set adds_up = True in its class if its variables start at 0 and are only added "
             "to. Otherwise return the number from the step",
-            code="metric-adds-up",
+            code="metric",
         )
     for variable in program.metrics:
         require(
@@ -41,7 +41,7 @@ def require_sums(program: StepProgram) -> None:
             f"{variable.name} of a metric has aggregation={variable.aggregation!r} instead of "
             "'sum'",
             fix="create the metric's variables with aggregation='sum'",
-            code="metric-aggregation",
+            code="metric",
         )
 
 

@@ -93,7 +93,7 @@ def _noted_result(result: Callable[[], Any], trace: StepTrace, metric: Metric) -
         "step",
         f"a tf.cond, tf.while_loop or tf.function calls result() of {metric.name!r}",
         fix="call result() in the step itself",
-        code="metric-in-log",
+        code="metric",
     )
     found = result()
 
@@ -120,7 +120,7 @@ def _whole_of(name: str, log: Any, trace: StepTrace) -> Callable[[], Any] | None
         "step",
         f"the log {name!r} is computed from a metric",
         fix="return the metric's result itself, and compute with it in a callback",
-        code="metric-in-log",
+        code="metric",
     )
     return whole
 
@@ -162,7 +162,7 @@ def _sum_of_steps(
             f"a step gives {self.name!r} a single number of type {values.dtype.name}, which may be "
             "a sum or a mean of a part of the batch",
             fix="pass the tensor with its batch axis, an integer count of examples, or use Mean",
-            code="metric-number",
+            code="metric",
         )
         return original(self, values)
     # For a tensor of a known shape, tf.size returns a constant.
@@ -200,6 +200,6 @@ def _without_numbers(
         f"a step gives {type(metric).__name__} single numbers, and each replica or micro-batch "
         "would count its own number",
         fix="pass tensors with a batch axis, or use keras.metrics.Mean or Sum",
-        code="metric-number",
+        code="metric",
     )
     return update(*args, **kwargs)
