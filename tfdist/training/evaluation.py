@@ -283,17 +283,11 @@ def evaluator_of(
         return None
     evaluator = given or Evaluator()
     require(
-        validation_data is not None,
+        validation_data is not None and _backups(listed),
         "fit",
-        "a job with an evaluator needs validation_data",
-        fix="pass validation_data, or start the job without --evaluator",
-        code="no-data",
-    )
-    require(
-        _backups(listed),
-        "callbacks",
-        "a job with an evaluator needs tfdist.BackupAndRestore, which saves its checkpoints",
-        fix="add tfdist.BackupAndRestore(), or start the job without --evaluator",
+        "a job with an evaluator needs validation_data, and tfdist.BackupAndRestore, which saves "
+        "its checkpoints",
+        fix="pass both, or start the job without --evaluator",
         code="missing-backup",
     )
     evaluator.files = Evaluations(_backups(listed)[0].store.directory)

@@ -324,17 +324,10 @@ class StepLoop:
         self._job = current_job() or job_of(tf.distribute.get_strategy())
         seed = _checked(seed, max_staleness, self._job)
         require(
-            not self._job.kind.has_stages,
+            not self._job.kind.has_stages and self._job.shards is None,
             "StepLoop",
-            "strategy pipeline cannot divide a step function into stages",
-            fix="call tfdist.fit, or use another strategy",
-            code="unsupported",
-        )
-        require(
-            self._job.shards is None,
-            "StepLoop",
-            "an elastic job cannot divide a step function into shards",
-            fix="call model.fit, or start the job without --elastic",
+            f"strategy {self._job.kind} cannot divide a step function of your own",
+            fix="call model.fit, or use another strategy",
             code="unsupported",
         )
         self._metrics = list(metrics)
