@@ -19,7 +19,6 @@ from tfdist.data import (
     check_supported,
     lean_options,
 )
-from tfdist.data import arrays as arrays_module
 from tfdist.data.arrays import of_memmap
 
 RNG = np.random.default_rng(0)
@@ -170,16 +169,6 @@ def test_private_changes_of_a_memory_map_are_kept(tmp_path):
     array[3] = 7
     source = ArraySource(array)
     assert np.array_equal(source.gather([3]), np.full([1, 3], 7))
-
-
-def test_arrays_too_large_for_ps_messages_are_refused(tmp_path, monkeypatch):
-    np.save(tmp_path / "x.npy", X)
-    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
-    monkeypatch.setattr(arrays_module, "MEMORY_LIMIT_BYTES", Y.nbytes)
-    check_supported(ArraySource(mapped, Y), KINDS["ps"])
-    large = ArraySource(X, Y)
-    check_supported(large, KINDS["multiworker"])
-    assert refusal(lambda: check_supported(large, KINDS["ps"])).code == "too-large"
 
 
 def test_a_mapped_file_is_sent_as_its_operation(tmp_path):

@@ -70,8 +70,6 @@ def check_supported(source: Source, kind: Kind) -> None:
         )
     if not kind.has_servers:
         return
-    if isinstance(source, ArraySource):
-        source.require_sendable()
     operation, holds = None, False
     if isinstance(source, StreamSource | InputFunctionSource):
         dataset = source.dataset_for()
