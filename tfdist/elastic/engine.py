@@ -38,13 +38,13 @@ from tfdist.training.keras_compat import (
     tracing,
 )
 from tfdist.training.keras_compat.reduction import no_sum_in_a_step, summed_rows
-from tfdist.training.metric_totals import require_sums
 from tfdist.training.program import (
     LoopState,
     StepProgram,
     as_number,
     find_batch_axes,
     flat_logs,
+    require_sums,
     run_replica,
 )
 from tfdist.training.resume import require_deterministic

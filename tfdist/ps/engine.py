@@ -35,8 +35,7 @@ from tfdist.strategy import Job
 from tfdist.strategy.devices import server_of
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import adding_in_order, compiled
-from tfdist.training.metric_totals import require_sums
-from tfdist.training.program import Engine, StepProgram, run_replica
+from tfdist.training.program import Engine, StepProgram, require_sums, run_replica
 
 _CLOSURE_STEPS = 32
 _CLOSURE_TOTALS = 2**17  # numbers of metrics in a work unit's result: 1 MB

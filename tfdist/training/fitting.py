@@ -154,13 +154,13 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
         sizes += (most_epochs, most_steps)
         key = partial(kept.key_of, model, job, run, data, *sizes)
         if (last := kept.kept_of(model, key())) is not None:
-            last.seed.assign(seed)
+            plan, blocks = last
+            variable: Any = blocks.program.seed
+            variable.assign(seed)
             keras_compat.fuse(model, fused=False)
             options = {"callbacks": callbacks, "verbose": verbose}
-            plan = dataclasses.replace(
-                last.plan, seed=seed, validation_freq=validation_freq, **options
-            )
-            return _train(model, job, last.blocks.engine, plan, key=key, blocks=last.blocks)
+            plan = dataclasses.replace(plan, seed=seed, validation_freq=validation_freq, **options)
+            return _train(model, job, blocks.engine, plan, key=key, blocks=blocks)
     feed = inputs.prepare(
         x,
         y,
