@@ -375,11 +375,9 @@ REFUSED = {
         with_callbacks([keras.callbacks.BackupAndRestore(f"{os.devnull}/backup")]),
     ],
     ("PublishModel", "missing-backup"): [with_callbacks([tfdist.PublishModel("served")])],
-    ("broadcast", "broadcast-key"): [
+    ("broadcast", "collective-type"): [
         lambda s: tfdist.broadcast({0: 1.0}),
         lambda s: tfdist.broadcast([{"a": ({"b": {1: 2}},)}]),
-    ],
-    ("broadcast", "broadcast-value"): [
         lambda s: tfdist.broadcast(b"ab\0"),
         lambda s: tfdist.broadcast([{1, 2}]),
         lambda s: tfdist.broadcast({"a": np.zeros(2, [("x", int)])}),

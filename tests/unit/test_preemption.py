@@ -2,16 +2,19 @@
 
 import contextlib
 import functools
+import os
 import pickle
 import queue
 import re
 import signal
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
 from tests.processes import python, until
 from tfdist.errors import Stopped
+from tfdist.training import stop_requests
 from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
 DEADLINE_S = 60.0
@@ -33,12 +36,11 @@ def test_a_signal_is_heard_and_answered_by_stopped(signum):
         raise stopped  # or the signal would come again
 
 
-def test_a_second_signal_ends_the_process_unless_repeated():
+def test_a_second_signal_ends_the_process_unless_repeated(monkeypatch):
     times, codes = iter([0.0, 0.05, 5.0]), queue.SimpleQueue[int]()
-    with (
-        contextlib.suppress(Stopped),
-        StopRequests(clock=lambda: next(times), end=codes.put) as requests,
-    ):
+    monkeypatch.setattr(stop_requests, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(os, "_exit", codes.put)
+    with contextlib.suppress(Stopped), StopRequests() as requests:
         signal.raise_signal(signal.SIGTERM)
         wait_until(lambda: requests.signum is not None)
         signal.raise_signal(signal.SIGTERM)

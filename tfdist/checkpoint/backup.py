@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     """States of the callbacks in the checkpoint that `saved` found (chief only)."""
 
     @without_renamed("BackupAndRestore")
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         backup_dir: str | os.PathLike[str] | None = None,
         save_freq: int | str = "epoch",
@@ -116,7 +116,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         best: str | None = None,
         mode: str = "auto",
         exact: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         name = "BackupAndRestore: save_freq"
@@ -173,8 +172,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._every_steps = None if isinstance(save_freq, str) else save_freq
         self._every_s = every_s
         self._best = Best(best, mode)
-        self._clock = clock
-        self._saved_at = clock()
+        self._saved_at = time.monotonic()
         self._saved_run: RunState | None = None
         self._last_save = self._lost_save = (-1, False)  # step, and whether it was the best
         self._found_step: int | None = None
@@ -192,7 +190,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def due(self) -> bool:
         """Return True if the interval in seconds is over and no write is running (chief only)."""
         every_s = self._auto.interval_s if self._auto else self._every_s
-        if every_s is None or self._clock() - self._saved_at < every_s:
+        if every_s is None or time.monotonic() - self._saved_at < every_s:
             return False
         return self._written is None or self._written.done()
 
@@ -239,12 +237,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         best = self._best.improved or self._lost_save == (run.step, True)
         if run == self._saved_run and not best:
             return
-        began_s = self._clock()
+        began_s = time.monotonic()
         if job.is_chief:
             self.wait()  # before copying, so that memory never holds two copies
             self.prepare()
         arrays = model_state.capture(model, job)
-        self._saved_at = self._clock()
+        self._saved_at = time.monotonic()
         self._saved_run, self._last_save, self._lost_save = run, (run.step, best), (-1, False)
         self._best.epoch_begins()
         if not job.is_chief:
@@ -263,7 +261,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._written = self._writer.submit(self._write, run.step, arrays, meta=meta, best=best)
         self._writer.shutdown(wait=False)  # the thread exits after the write
         if self._auto:
-            self._auto.saved(blocked_s=self._clock() - began_s)
+            self._auto.saved(blocked_s=time.monotonic() - began_s)
             _LOG.info("%s: next save in %.3g s", self.store.directory, self._auto.interval_s)
 
     def _write(self, step: int, arrays: Any, *, meta: Mapping[str, Any], best: bool) -> Path:
@@ -335,7 +333,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self.remote:
             self.remote.resume()
         if self._auto:
-            self._saved_at = self._clock()
+            self._saved_at = time.monotonic()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._best.epoch_begins()

@@ -569,39 +569,57 @@ def accepted(
 ) -> dict[bytes, socket.socket]:
     """Return each client's connection by its `expected` message. Close all other connections.
 
-    Each client has `_HELLO_S` seconds to send its message. The result omits clients that miss the
-    deadline. All messages have the same length.
+    Each client has `_HELLO_S` seconds to send its message. A silent client delays no other client.
+    The result omits clients that miss the deadline. All messages have the same length.
     """
     size = len(next(iter(expected)))
     found: dict[bytes, socket.socket] = {}
-    with selectors.DefaultSelector() as selector:
+    clients: dict[Any, tuple[bytes, float]] = {}  # bytes so far, and deadline
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        stack.callback(lambda: [client.close() for client in clients])
         for listener in listeners:
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ)
         while len(found) < len(expected) and (now_s := time.monotonic()) < deadline_s:
-            for key, _ in selector.select(deadline_s - now_s):
-                if (client := _next_client(key.fileobj)) is None:
-                    continue
-                with contextlib.suppress(OSError), contextlib.ExitStack() as not_expected:
-                    not_expected.enter_context(client)
-                    said = exactly(client, size)
-                    known = any(hmac.compare_digest(said, each) for each in expected)
-                    if known and said not in found:
-                        client.setblocking(False)
-                        found[said] = prepared(client)
-                        not_expected.pop_all()
+            for key, _ in selector.select(min(_HELLO_S, deadline_s - now_s)):
+                end: Any = key.fileobj
+                if end in clients:
+                    clients[end] = _heard(end, *clients[end], size=size)
+                elif client := _next_client(end):
+                    clients[client] = b"", time.monotonic() + _HELLO_S
+                    selector.register(client, selectors.EVENT_READ)
+            for client, (said, until_s) in list(clients.items()):
+                if len(said) == size or until_s < now_s:
+                    selector.unregister(client)
+                    del clients[client]
+                    # Close a client that has disconnected or that is not expected.
+                    with contextlib.suppress(OSError), contextlib.ExitStack() as not_expected:
+                        not_expected.enter_context(client)
+                        known = any(hmac.compare_digest(said, each) for each in expected)
+                        if known and said not in found:
+                            found[said] = prepared(client)
+                            not_expected.pop_all()
     return found
 
 
-def _next_client(listener: Any) -> socket.socket | None:
+def _next_client(listener: socket.socket) -> socket.socket | None:
     """Accept a connection. Return `None` if the client disconnected or no descriptor is free."""
     try:
-        client: socket.socket = listener.accept()[0]
+        client = listener.accept()[0]
     except OSError:
         time.sleep(_PAUSE_S)  # the listener may stay ready: no busy loop
         return None
-    client.settimeout(_HELLO_S)
+    client.setblocking(False)
     return client
+
+
+def _heard(client: socket.socket, said: bytes, until_s: float, *, size: int) -> tuple[bytes, float]:
+    """Return the client's bytes so far and its deadline (0.0 if the client disconnected)."""
+    try:
+        piece = client.recv(size - len(said))
+    except OSError:
+        piece = b""
+    return said + piece, until_s if piece else 0.0
 
 
 def exactly(end: socket.socket, count: int) -> bytes:

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -43,19 +43,10 @@ class StopRequests:
     same request, also after the block. When the first task exits, a launcher or scheduler signals
     the other tasks, which may still be writing.
 
-    Args:
-      end: function that exits the process with an exit code (default: `os._exit`). Signals within
-        0.1 s of the first count as one.
+    Signals within 0.1 s of the first count as one.
     """
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        end: Callable[[int], Any] = os._exit,
-    ) -> None:
-        self._clock = clock
-        self._end = end
+    def __init__(self) -> None:
         self._signal_s = 0.0
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
@@ -98,7 +89,7 @@ class StopRequests:
             signal.signal(signum, handler)
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
-        now_s = self._clock()
+        now_s = time.monotonic()
         if os.getpid() != self._process:  # a forked child answers as before
             self._give_back()
             signal.raise_signal(signum)
@@ -108,7 +99,7 @@ class StopRequests:
         elif now_s - self._signal_s >= _SAME_REQUEST_S:
             name = signal.Signals(signum).name
             os.write(2, f"tfdist: {name} while stopping: ended at once\n".encode())
-            self._end(128 + signum)
+            os._exit(128 + signum)
 
 
 def signal_of(slots: Sequence[float]) -> int | None:
