@@ -154,7 +154,6 @@ class BackupAndRestore(keras.callbacks.Callback):
             fix="leave it out, and delete the directory after the job",
             code="unsupported",
         )
-        self._auto = AutoInterval(mtbf_s=mtbf_s) if save_freq == "auto" else None
         if backup_dir is None:
             backup_dir = _next_directory()
         keep = require_int("BackupAndRestore: keep", keep, least=1, fix="pass keep=3")
@@ -170,7 +169,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.best = best
         self.publisher: PublishModel | None = None
         self._every_steps = None if isinstance(save_freq, str) else save_freq
-        self._every_s = every_s
+        self._every_s = FIRST_S if save_freq == "auto" else every_s
+        self._mtbf_s = (mtbf_s or DEFAULT_MTBF_S) if save_freq == "auto" else None
+        self._save_s: float | None = None
         self._best = Best(best, mode)
         self._saved_at = time.monotonic()
         self._saved_run: RunState | None = None
@@ -189,8 +190,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def due(self) -> bool:
         """Return True if the interval in seconds is over and no write is running (chief only)."""
-        every_s = self._auto.interval_s if self._auto else self._every_s
-        if every_s is None or time.monotonic() - self._saved_at < every_s:
+        if self._every_s is None or time.monotonic() - self._saved_at < self._every_s:
             return False
         return self._written is None or self._written.done()
 
@@ -260,9 +260,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written = self._writer.submit(self._write, run.step, arrays, meta=meta, best=best)
         self._writer.shutdown(wait=False)  # the thread exits after the write
-        if self._auto:
-            self._auto.saved(blocked_s=time.monotonic() - began_s)
-            _LOG.info("%s: next save in %.3g s", self.store.directory, self._auto.interval_s)
+        if self._mtbf_s is not None:
+            self._choose_interval(time.monotonic() - began_s, mtbf_s=self._mtbf_s)
+
+    def _choose_interval(self, blocked_s: float, *, mtbf_s: float) -> None:
+        """Compute the next interval after a save that blocked the training for `blocked_s`."""
+        self._save_s = blocked_s if self._save_s is None else (self._save_s + blocked_s) / 2
+        self._every_s = interval_for(self._save_s, mtbf_s)
+        _LOG.info("%s: next save in %.3g s", self.store.directory, self._every_s)
 
     def _write(self, step: int, arrays: Any, *, meta: Mapping[str, Any], best: bool) -> Path:
         path = self.store.write(step, arrays, meta=meta, best=best)
@@ -332,7 +337,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.prepare()
         if self.remote:
             self.remote.resume()
-        if self._auto:
+        if self._mtbf_s is not None:
             self._saved_at = time.monotonic()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -438,7 +443,6 @@ FIRST_S = 60.0
 """Seconds until the first save. Its cost is still unknown."""
 DEFAULT_MTBF_S = 86_400.0
 """Mean time between failures by default: a day."""
-_NEWEST = 0.5
 
 
 def interval_for(save_s: float, mtbf_s: float) -> float:
@@ -449,25 +453,6 @@ def interval_for(save_s: float, mtbf_s: float) -> float:
       mtbf_s: Mean time between failures in seconds, above 0.
     """
     return max(math.sqrt(2 * save_s * mtbf_s), save_s * (1 / MOST_COST - 1))
-
-
-class AutoInterval:
-    """Save interval of one run, computed again after each save (chief only).
-
-    Attributes:
-      interval_s: Seconds between two saves, counted from the copy of the state.
-    """
-
-    def __init__(self, *, mtbf_s: float | None = None) -> None:
-        self.interval_s = FIRST_S
-        self._mtbf_s = DEFAULT_MTBF_S if mtbf_s is None else mtbf_s
-        self._save_s: float | None = None
-
-    def saved(self, *, blocked_s: float) -> None:
-        """Compute the next interval after a save that blocked the training for `blocked_s`."""
-        before = blocked_s if self._save_s is None else self._save_s
-        self._save_s = before + _NEWEST * (blocked_s - before)
-        self.interval_s = interval_for(self._save_s, self._mtbf_s)
 
 
 # Selection of the best checkpoint by a metric, from epoch logs or an evaluator's lines.
