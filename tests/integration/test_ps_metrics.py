@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refused
-from tfdist.ps.engine import require_sums
 from tfdist.training import keras_compat
+from tfdist.training.keras_compat.metrics import require_sums
 
 
 def program(*metrics):
@@ -72,7 +72,7 @@ class Nested(Sums):
 )
 def test_metrics_that_add_up_are_accepted(make):
     keras_compat.install()  # which replaces a method of one of them
-    require_sums(make())
+    require_sums(make().keras_metrics)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,10 @@ def test_metrics_that_add_up_are_accepted(make):
     ],
 )
 def test_a_metric_that_may_not_add_up_is_refused(metric, code):
-    assert refused(lambda: require_sums(compiled("mae", metric()))) == ("metrics", code)
+    assert refused(lambda: require_sums(compiled("mae", metric()).keras_metrics)) == (
+        "metrics",
+        code,
+    )
 
 
 def in_a_step(update):

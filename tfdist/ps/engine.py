@@ -35,7 +35,8 @@ from tfdist.strategy import Job
 from tfdist.strategy.devices import server_of
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import adding_in_order, compiled
-from tfdist.training.program import Engine, StepProgram, require_sums, run_replica
+from tfdist.training.keras_compat.metrics import require_sums
+from tfdist.training.program import Engine, StepProgram, run_replica
 
 _CLOSURE_STEPS = 32
 _CLOSURE_TOTALS = 2**17  # numbers of metrics in a work unit's result: 1 MB
@@ -198,7 +199,7 @@ class ParameterServerEngine(Engine):
 
     def _prepared(self, program: StepProgram, *, outputs: bool = False) -> Work:
         if program not in self._work:
-            require_sums(program)
+            require_sums(program.keras_metrics)
             with self._job.strategy.scope():
                 if program.training and self._clock is None:
                     self._clock = UpdateClock(Connections.of(self._job.strategy).server_devices)
