@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.checkpoint.format import MANIFEST
+from tfdist.checkpoint.format import FILE, MANIFEST
 from tfdist.checkpoint.store import NAME, CheckpointStore, SecondWriter
 from tfdist.data.cache import private_cache_dir
 from tfdist.errors import TfdistError, UsageError, require_packages
@@ -31,7 +31,7 @@ from tfdist.strategy import run_dir
 
 _LOG = logging.getLogger(__name__)
 _CLAIMS, _WRITER = "claims", "writer"
-_FILES = ("arrays.bin", MANIFEST)
+_FILES = (FILE, MANIFEST)
 _TRIES = 3
 _RETRY_S = 1.0
 
@@ -50,7 +50,7 @@ def opened(url: str) -> tuple[Any, str]:
         system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
     except (ImportError, ValueError) as error:
         fix = "install the package of this protocol, such as s3fs or gcsfs, or correct the URL"
-        raise UsageError(url, str(error).rstrip("."), fix=fix, code="unknown-protocol") from None
+        raise UsageError(url, str(error).rstrip("."), fix=fix, code="unknown-value") from None
     return system, root.rstrip("/")
 
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from tfdist.checkpoint import model_state
 from tfdist.checkpoint.remote import is_remote, local_copy
-from tfdist.checkpoint.saved_run import RunStore
-from tfdist.checkpoint.store import Checkpoint
+from tfdist.checkpoint.store import Checkpoint, CheckpointStore
 from tfdist.errors import UsageError, named, near, require, require_one_of
 from tfdist.renamed import without_renamed
 from tfdist.strategy import Job, broadcast, job_of
@@ -113,7 +112,7 @@ def _keyed(owner: str, variables: Sequence[Any]) -> dict[str, Any]:
 def _read(model: keras.Model, path: str, *, best: bool, skip_mismatch: bool) -> dict[str, Any]:
     """Return the values in a file by the keys of `_wanted`."""
     if os.path.isdir(path):
-        store = RunStore(path)
+        store = CheckpointStore(path)
         step = store.best() if best else None
         if best and step is None:
             raise _unreadable(path, "no checkpoint is marked best")
@@ -152,7 +151,7 @@ def _checked(
                 f"weights in {path}",
                 problem,
                 fix="give the layers their names in the file, or select layers with layers=[...]",
-                code="another-model",
+                code="another-run",
             )
     if skipped:
         _LOG.warning("%s: no weights of the same shape for %s", path, named(skipped))
@@ -177,7 +176,7 @@ def loading(path: str | os.PathLike[str]) -> Iterator[None]:
             f"Keras cannot load the file ({type(error).__name__}: {said:.200})",
             fix="save the model again. If it has custom classes, load it in the program that "
             "defines them",
-            code="not-loadable",
+            code="unreadable",
         ) from error
 
 
@@ -205,10 +204,8 @@ def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> No
     saved = checkpoint.meta["variables"]
     model_state.require_same_variables(model, saved, where=where, group="weights")
     for i, variable in enumerate(model.weights):
-        array = checkpoint.arrays[f"weights/{i}"]
         if "seed_generator" not in variable.path:
-            model_state.require_shape(array, tuple(variable.shape), variable, where=where)
-            variable.assign(array)
+            variable.assign(checkpoint.arrays[f"weights/{i}"])
     model_state.renew_constants(model)
 
 
@@ -235,5 +232,5 @@ def _unreadable(path: str, problem: str) -> UsageError:
         f"weights in {path}",
         problem,
         fix="pass a .keras file, a .weights.h5 file, or a directory of BackupAndRestore",
-        code="no-weights",
+        code="unreadable",
     )

@@ -45,8 +45,6 @@ _LOG = logging.getLogger(__name__)
 _OF_BYTES = 120
 # Number of earlier sums, checksum of the sum's description, and the description.
 _HEADER = struct.Struct(f"<QI{_OF_BYTES}s")
-_NO_MORE = 2**64 - 1  # in place of a sum's number: the worker stops
-_ANSWER_S = 10.0
 _BUFFERS_A_CALL = 64
 CALL_S = 1800.0
 """Seconds to wait for a neighbour's call of a public collective, as torch.distributed does."""
@@ -60,12 +58,11 @@ class Members(abc.ABC):
     """Tasks of an elastic job, which take the ring's place (see `tfdist.elastic`).
 
     Attributes:
-      lost, differs, stopped: As in `Ring`.
+      lost, differs: As in `Ring`.
     """
 
     lost: str
     differs: tuple[str, str] | None
-    stopped: str
 
     @abc.abstractmethod
     def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
@@ -84,10 +81,6 @@ class Members(abc.ABC):
     @abc.abstractmethod
     def absent(self) -> list[int]:
         """Indices of the tasks that are not members now."""
-
-    @abc.abstractmethod
-    def stop(self, reason: str) -> str:
-        """Leave the members."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -120,8 +113,6 @@ class Ring:
         """Reason why the ring is closed, or "". A closed ring cannot run sums."""
         self.differs: tuple[str, str] | None = None
         """Descriptions of the neighbour's sum and of this worker's sum, if they differ."""
-        self.stopped = ""
-        """Reason why the neighbour called `stop`, or ""."""
         for end in ends:
             end.setblocking(False)
         close_in_children(self)
@@ -202,41 +193,6 @@ class Ring:
             self._relay(_row_blocks(came), _row_blocks(came[:-1]), ahead=1)
         return came[0] if len(came) == 1 else np.array(came[-1])  # free the other rows
 
-    def rows_to_root(self, row: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
-        """Return the rows of all workers in the root, and `None` in the other workers."""
-        hops = self._hops_from(root) or self._size
-        with self._at_sum():
-            self._agree([row], of, within_s=CALL_S)
-            came = np.empty((hops, *row.shape), row.dtype)
-            order = list(range(hops))  # order of arrival (the root stores row i at index i)
-            if hops == self._size:
-                order = [(self._rank - far) % self._size for far in order]
-            came[order[0]] = row
-            own, *others = [_blocks_of_row(came, index) for index in order]
-            into = [block for blocks in others for block in blocks]
-            self._relay(into, [*own, *into] if hops < self._size else [], ahead=0)
-        return came if hops == self._size else None
-
-    def sum_to_root(self, array: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
-        """Return the sum over the workers in the root, and `None` in the other workers."""
-        hops = self._hops_from(root) or self._size
-        mine = np.ascontiguousarray(array).reshape(-1)
-        total = mine.copy() if hops == 1 else np.empty_like(mine)
-        step = max(1, _BLOCK_BYTES // mine.itemsize)
-
-        def add(block: int) -> None:
-            part = slice(block * step, (block + 1) * step)
-            with np.errstate(all="ignore"):  # as in `_add`
-                np.add(total[part], mine[part], out=total[part])
-
-        with self._at_sum():
-            self._agree([array], of, within_s=CALL_S)
-            blocks = _blocks(total, step * mine.itemsize)
-            into = blocks if hops > 1 else []
-            out = blocks if hops < self._size else []
-            self._relay(into, out, ahead=len(into) and 1, arrived=add)
-        return total.reshape(array.shape) if hops == self._size else None
-
     def rows_of_all(self, row: np.ndarray, *, of: str) -> np.ndarray:
         """Return the rows of all workers, in their order."""
         rows = np.empty((self._size, *row.shape), row.dtype)
@@ -253,21 +209,12 @@ class Ring:
     def _hops_from(self, root: int) -> int:
         return (self._rank - root) % self._size
 
-    def _relay(
-        self,
-        into: Sequence[memoryview],
-        out: Sequence[memoryview],
-        *,
-        ahead: int,
-        arrived: Callable[[int], None] = lambda block: None,
-    ) -> None:
+    def _relay(self, into: Sequence[memoryview], out: Sequence[memoryview], *, ahead: int) -> None:
         """Receive the blocks `into`. Send the blocks `out`, starting `ahead` turns later."""
         for step in range(max(len(into), len(out) + ahead if out else 0)):
             sent = step - ahead
             block = out[sent : sent + 1] if sent >= 0 else ()
             self._exchange(deque(block), deque(into[step : step + 1]))
-            if step < len(into):
-                arrived(step)
 
     def part(self, size: int) -> tuple[int, int]:
         """Return the first and end index of this worker's elements in a flat array of `size`."""
@@ -297,23 +244,6 @@ class Ring:
         finally:
             phases.set_at_sum(False)
             self._at_work.release()
-
-    def stop(self, reason: str) -> str:
-        """Send the next worker the reason why this worker stops, and close the connections.
-
-        Return the previous worker's current sum, its own reason if it stops too, or "" if it sends
-        no answer within 10 s. The next worker's sum fails, with the reason in `stopped`.
-        """
-        header = _HEADER.pack(_NO_MORE, 0, reason.encode()[:_OF_BYTES])
-        theirs = bytearray(_HEADER.size)
-        into, deadline_s = deque([memoryview(theirs)]), time.monotonic() + _ANSWER_S
-        with contextlib.suppress(ConnectionError), self._at_sum():
-            self._send(deque([memoryview(header)]))  # the header fits into the socket's buffer
-            while into and (left_s := deadline_s - time.monotonic()) > 0:
-                if not self._receive(into):
-                    select.select([self._from_previous], [], [], left_s)
-        self._leave(reason)
-        return "" if into else _in_words(theirs)
 
     def close(self) -> None:
         """Close the connections. The neighbours' next sum fails."""
@@ -350,9 +280,6 @@ class Ring:
         self._sums += 1
         theirs = bytearray(_HEADER.size)
         self._exchange(deque([memoryview(header)]), deque([memoryview(theirs)]), within_s=within_s)
-        if _HEADER.unpack(theirs)[0] == _NO_MORE:
-            self.stopped = _in_words(theirs)
-            raise ConnectionError(f"{self._previous} stopped: {self.stopped}")
         if theirs != header:
             self.differs = _in_words(theirs), _in_words(header)
             raise ConnectionError(
@@ -449,11 +376,10 @@ class Ring:
         return self._names[(self._rank - 1) % self._size]
 
 
-def _blocks(array: np.ndarray, size: int = 0) -> list[memoryview]:
+def _blocks(array: np.ndarray) -> list[memoryview]:
     """Return the bytes of a contiguous array in blocks that a worker passes on."""
-    size = size or _BLOCK_BYTES
     data = array.reshape(-1).view(np.uint8).data
-    return [data[start : start + size] for start in range(0, len(data), size)]
+    return [data[start : start + _BLOCK_BYTES] for start in range(0, len(data), _BLOCK_BYTES)]
 
 
 def _blocks_of_row(rows: np.ndarray, index: int) -> list[memoryview]:
@@ -498,8 +424,7 @@ def _bounds(size: int, count: int) -> list[int]:
 def _in_words(header: bytes | bytearray) -> str:
     number, _, what = _HEADER.unpack(header)
     cut = "" if what.endswith(b"\0") else "..."
-    text = f"{what.rstrip(bytes(1)).decode(errors='replace')}{cut}"
-    return text if number == _NO_MORE else f"sum {number} of the run, {text}"
+    return f"sum {number} of the run, {what.rstrip(bytes(1)).decode(errors='replace')}{cut}"
 
 
 def views_of(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[memoryview]:
