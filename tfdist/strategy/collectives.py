@@ -201,7 +201,7 @@ def chief_first() -> Iterator[None]:
 @np.errstate(all="ignore")  # infinity and NaN are values, as in the ring's sums
 def _reduced(name: str, value: Any, op: str, *, root: int | None) -> Any:
     require_one_of(f"{name} op", op, ("sum", "mean"))
-    job, arrays = _fixed_job(name), [_array(name, leaf) for leaf in keras.tree.flatten(value)]
+    job, arrays = _fixed_job(name), _arrays(name, value)
     _require_root(name, job, root or 0)
     for array in arrays:
         require(
@@ -214,25 +214,26 @@ def _reduced(name: str, value: Any, op: str, *, root: int | None) -> Any:
     if job is None:
         return _packed(value, [array.copy() for array in arrays])
     of = _described(name, arrays, f"({op})", job, root)
-    if isinstance(job.ring, Ring):
+    totals: Sequence[_Array | None]
+    if root is not None:
+        totals = [_sum_in_root(job, array, root, of=of) for array in arrays]
+    elif isinstance(job.ring, Ring):
         totals = _in_ring(job, lambda ring: ring.sum(*arrays, of=of, within_s=CALL_S))
     else:
         totals = [_sum_by_tensorflow(job, array, of=of) for array in arrays]
-    if root is not None and not _is_root(job, root):
-        return None
     if op == "mean":
-        totals = [np.asarray(t / t.dtype.type(job.num_tasks)) for t in totals]
+        count = job.num_tasks
+        totals = [t if t is None else np.asarray(t / t.dtype.type(count)) for t in totals]
     return _packed(value, totals)
 
 
 def _gathered(name: str, value: Any, *, root: int | None) -> Any:
-    job, arrays = _fixed_job(name), [_array(name, leaf) for leaf in keras.tree.flatten(value)]
+    job, arrays = _fixed_job(name), _arrays(name, value)
     _require_root(name, job, root or 0)
     if job is None:
         return _packed(value, [array[np.newaxis].copy() for array in arrays])
     of = _described(name, arrays, "", job, root)
-    rows = [_rows(job, array, of=of) for array in arrays]
-    return _packed(value, rows) if root is None or _is_root(job, root) else None
+    return _packed(value, [_rows(job, array, root, of=of) for array in arrays])
 
 
 # This task's job and arrays.
@@ -284,20 +285,27 @@ def _is_root(job: Job | None, root: int) -> bool:
     return job.task_index == root if root else job.is_chief
 
 
-def _array(name: str, value: Any) -> _Array:
-    array = np.ascontiguousarray(value).reshape(np.shape(value))
-    require(
-        not (array.dtype == object or array.dtype.names or isinstance(value, bytes)),
-        name,
-        f"tfdist cannot send a {type(value).__name__} of the type {array.dtype}",
-        fix="send numbers, text, or arrays of numbers or text",
-        code="collective-type",
-    )
-    return array
+def _arrays(name: str, value: Any) -> list[_Array]:
+    arrays = [np.ascontiguousarray(leaf).reshape(np.shape(leaf)) for leaf in _leaves(value)]
+    for array in arrays:
+        require(
+            not (array.dtype == object or array.dtype.names),
+            name,
+            f"tfdist cannot send values of the type {array.dtype}",
+            fix="pass arrays of numbers or text",
+            code="collective-type",
+        )
+    return arrays
 
 
-def _packed(value: Any, arrays: Sequence[_Array]) -> Any:
-    """Return the arrays in the nest of `value`."""
+def _leaves(value: Any) -> list[Any]:
+    return keras.tree.flatten(value)
+
+
+def _packed(value: Any, arrays: Sequence[_Array | None]) -> Any:
+    """Return the arrays in the nest of `value`, or `None` in a task without a result."""
+    if arrays and arrays[0] is None:
+        return None
     return keras.tree.pack_sequence_as(value, list(arrays))
 
 
@@ -331,17 +339,29 @@ def _in_ring(job: Job, call: Callable[[Ring], _T]) -> _T:
 
 def _sum_by_tensorflow(job: Job, array: _Array, *, of: str) -> _Array:
     if array.dtype.name not in _SUMMED_BY_TENSORFLOW:
-        return _rows(job, array, of=of).sum(axis=0, dtype=array.dtype)
+        rows = _rows(job, array, None, of=of)
+        assert rows is not None
+        return rows.sum(axis=0, dtype=array.dtype)
     return group.sum_over_tasks(job, array.reshape(-1), of=of).reshape(array.shape)
 
 
-def _rows(job: Job, array: _Array, *, of: str) -> _Array:
-    """Return the arrays of all tasks."""
+def _sum_in_root(job: Job, array: _Array, root: int, *, of: str) -> _Array | None:
     if isinstance(job.ring, Ring):
-        return _in_ring(job, lambda ring: ring.rows_of_all(array, of=of))
+        return _in_ring(job, lambda ring: ring.sum_to_root(array, root, of=of))
+    total = _sum_by_tensorflow(job, array, of=of)
+    return total if _is_root(job, root) else None
+
+
+def _rows(job: Job, array: _Array, root: int | None, *, of: str) -> _Array | None:
+    """Return the arrays of all tasks in the root, or in all tasks if `root` is `None`."""
+    if isinstance(job.ring, Ring):
+        if root is None:
+            return _in_ring(job, lambda ring: ring.rows_of_all(array, of=of))
+        return _in_ring(job, lambda ring: ring.rows_to_root(array, root, of=of))
     rows = np.zeros((job.num_tasks, *array.shape), array.dtype)
     rows[job.task_index] = array
-    return group.sum_bytes(job, rows, of=of)
+    rows = group.sum_bytes(job, rows, of=of)
+    return rows if root is None or _is_root(job, root) else None
 
 
 def _blank(job: Job, shape: Sequence[int], dtype: str | type) -> _Array:
@@ -422,17 +442,24 @@ def _encoded(name: str, value: Any, arrays: list[_Array]) -> Any:
                 name,
                 f"the key {key!r} of a dict is not text",
                 fix="send a list of pairs, and build the dict from the list",
-                code="collective-type",
+                code="broadcast-key",
             )
         return {key: _encoded(name, item, arrays) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_encoded(name, item, arrays) for item in value]
     if isinstance(value, str | int | float | None):
         return value
-    array = _array(name, value)
+    array = np.asarray(value)
+    require(
+        not (array.dtype == object or array.dtype.names or isinstance(value, bytes)),
+        name,
+        f"tfdist cannot send a {type(value).__name__}{' with fields' * bool(array.dtype.names)}",
+        fix="send its content as numbers, text, lists, dicts and arrays of numbers or text",
+        code="broadcast-value",
+    )
     if isinstance(value, np.generic) and array.dtype.kind in "biuf":
         return value.item()
-    arrays.append(array)
+    arrays.append(np.ascontiguousarray(array).reshape(array.shape))
     # NumPy sees bfloat16 and similar types as raw bytes, so send the type's name.
     dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
     return {"__array__": [dtype, array.shape]}

@@ -193,6 +193,41 @@ class Ring:
             self._relay(_row_blocks(came), _row_blocks(came[:-1]), ahead=1)
         return came[0] if len(came) == 1 else np.array(came[-1])  # free the other rows
 
+    def rows_to_root(self, row: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
+        """Return the rows of all workers in the root, and `None` in the other workers."""
+        hops = self._hops_from(root) or self._size
+        with self._at_sum():
+            self._agree([row], of, within_s=CALL_S)
+            came = np.empty((hops, *row.shape), row.dtype)
+            order = list(range(hops))  # order of arrival (the root stores row i at index i)
+            if hops == self._size:
+                order = [(self._rank - far) % self._size for far in order]
+            came[order[0]] = row
+            own, *others = [_blocks_of_row(came, index) for index in order]
+            into = [block for blocks in others for block in blocks]
+            self._relay(into, [*own, *into] if hops < self._size else [], ahead=0)
+        return came if hops == self._size else None
+
+    def sum_to_root(self, array: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
+        """Return the sum over the workers in the root, and `None` in the other workers."""
+        hops = self._hops_from(root) or self._size
+        mine = np.ascontiguousarray(array).reshape(-1)
+        total = mine.copy() if hops == 1 else np.empty_like(mine)
+        step = max(1, _BLOCK_BYTES // mine.itemsize)
+
+        def add(block: int) -> None:
+            part = slice(block * step, (block + 1) * step)
+            with np.errstate(all="ignore"):  # as in `_add`
+                np.add(total[part], mine[part], out=total[part])
+
+        with self._at_sum():
+            self._agree([array], of, within_s=CALL_S)
+            blocks = _blocks(total, step * mine.itemsize)
+            into = blocks if hops > 1 else []
+            out = blocks if hops < self._size else []
+            self._relay(into, out, ahead=len(into) and 1, arrived=add)
+        return total.reshape(array.shape) if hops == self._size else None
+
     def rows_of_all(self, row: np.ndarray, *, of: str) -> np.ndarray:
         """Return the rows of all workers, in their order."""
         rows = np.empty((self._size, *row.shape), row.dtype)
@@ -209,12 +244,21 @@ class Ring:
     def _hops_from(self, root: int) -> int:
         return (self._rank - root) % self._size
 
-    def _relay(self, into: Sequence[memoryview], out: Sequence[memoryview], *, ahead: int) -> None:
+    def _relay(
+        self,
+        into: Sequence[memoryview],
+        out: Sequence[memoryview],
+        *,
+        ahead: int,
+        arrived: Callable[[int], None] = lambda block: None,
+    ) -> None:
         """Receive the blocks `into`. Send the blocks `out`, starting `ahead` turns later."""
         for step in range(max(len(into), len(out) + ahead if out else 0)):
             sent = step - ahead
             block = out[sent : sent + 1] if sent >= 0 else ()
             self._exchange(deque(block), deque(into[step : step + 1]))
+            if step < len(into):
+                arrived(step)
 
     def part(self, size: int) -> tuple[int, int]:
         """Return the first and end index of this worker's elements in a flat array of `size`."""
@@ -376,10 +420,11 @@ class Ring:
         return self._names[(self._rank - 1) % self._size]
 
 
-def _blocks(array: np.ndarray) -> list[memoryview]:
+def _blocks(array: np.ndarray, size: int = 0) -> list[memoryview]:
     """Return the bytes of a contiguous array in blocks that a worker passes on."""
+    size = size or _BLOCK_BYTES
     data = array.reshape(-1).view(np.uint8).data
-    return [data[start : start + _BLOCK_BYTES] for start in range(0, len(data), _BLOCK_BYTES)]
+    return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 def _blocks_of_row(rows: np.ndarray, index: int) -> list[memoryview]:
