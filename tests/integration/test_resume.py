@@ -4,6 +4,7 @@ import functools
 import json
 import random
 import shutil
+import tempfile
 import types
 import zipfile
 from pathlib import Path
@@ -12,13 +13,16 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tfdist
 from tests.models import AtStep, Cut, bits, classifier
+from tests.mutations import JSON, forged, replacing_at
 from tests.refusals import refusal, refused
 from tfdist.checkpoint import CheckpointStore, callback_state
 from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig
-from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout
+from tfdist.errors import EXIT_PEER_MISSING, StartupTimeout, TfdistError
 from tfdist.strategy import Job, job_of
 from tfdist.training import loop, resume
 
@@ -324,6 +328,40 @@ def restored(directory, model, mine):
 
 def test_a_checkpoint_of_this_model_is_restored(small, tmp_path):
     assert restored(EARLIER, small, listed(tmp_path)).step == 6
+
+
+@settings(max_examples=150)
+@given(path=st.lists(st.integers(0, 40), min_size=2, max_size=6), value=JSON)
+def test_any_checkpoint_metadata_is_resumed_or_refused(small, path, value):
+    (earlier,) = EARLIER.glob("step-*")
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(shutil.copytree(earlier, Path(place) / "c" / earlier.name))
+        forged(directory, lambda body: replacing_at(path, value)(body["meta"]))
+        mine, said = listed(Path(place)), ""
+        try:
+            restored(directory.parent, small, mine)
+        except TfdistError as error:
+            said = str(error)
+        assert "\n" not in said
+        assert [mine[2].filepath, mine[5].filename, mine[6].root] == [
+            *(f"{place}/best.keras", f"{place}/log.csv", "https://mine"),
+        ]
+
+
+@pytest.mark.parametrize("name", ["weights/0", "optimizer/2", "callbacks/EarlyStopping-0/0"])
+def test_arrays_of_another_shape_are_refused_before_any_change(small, tmp_path, name):
+    store = CheckpointStore(EARLIER)
+    checkpoint = store.read()
+    arrays = {**checkpoint.arrays, name: np.zeros((5, 4, 2), "float32")}
+    CheckpointStore(tmp_path).write(6, arrays, meta=checkpoint.meta)
+    before = bits(small)
+    with pytest.raises(TfdistError) as caught:
+        restored(tmp_path, small, listed(tmp_path))
+    assert "\n" not in str(caught.value)
+    if name.startswith("callbacks"):
+        assert tfdist.load_weights(small, tmp_path)
+    else:
+        assert bits(small) == before
 
 
 @pytest.fixture(scope="module")

@@ -376,3 +376,17 @@ def test_a_state_that_is_not_json_names_its_callback(strategies, tmp_path):
     listing.seen = [{1}]
     told = refusal(lambda: fit(make(strategies[1]), tmp_path, listing))
     assert (told.where, told.code) == ("Listing.get_state", "not-saveable")
+
+
+def test_names_of_a_saved_model_hide_control_characters(strategies):
+    model = classifier(strategies[1], keras.optimizers.Adam)
+    saved = model_state.names_of(model)
+    saved["metrics/99"] = ["kernel\x1b[2J\u202e", [], "float32"]
+    with pytest.raises(tfdist.UsageError, match=r"kernel\\x1b\[2J\\u202e") as caught:
+        model_state.require_same_variables(model, saved, where="checkpoint")
+    assert str(caught.value).isprintable()
+    mine = model_state.configuration_of(model)
+    others = {"optimizer": [{**mine["optimizer"][0], "class": "Adam\x1b[2J"}]}
+    with pytest.raises(tfdist.UsageError, match=r"Adam\\x1b\[2J") as caught:
+        model_state.require_same_configuration(others, mine, where="checkpoint")
+    assert str(caught.value).isprintable()

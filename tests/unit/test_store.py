@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import tempfile
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.mutations import mutated
+from tests.mutations import JSON, forged, mutated, replacing_at
 from tests.refusals import refusal
 from tfdist.checkpoint import Checkpoint, CheckpointStore
 from tfdist.checkpoint import format as format_module
+from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.store import NothingWhole
 from tfdist.errors import TfdistError, UsageError
 from tfdist.files import open_untrusted
@@ -118,12 +120,62 @@ def test_metadata_is_json_and_arrays_are_numbers(store):
     assert store.steps() == [1, 2]
 
 
-# A damaged checkpoint
+# A checkpoint of a stranger, whose checksums are right
+
+
+def _set(*path: Any) -> Callable[[Any], None]:
+    """Return a function that sets the last of `path` in a manifest, at the keys before it."""
+    *keys, last, value = path
+
+    def change(body: Any) -> None:
+        for key in keys:
+            body = body[key]
+        body[last] = value
+
+    return change
+
+
+SHARD, KERNEL = ("shards", "arrays"), ("arrays", "weights/0")
+FORGED: dict[str, Callable[[Any], None]] = {
+    "shard above": _set(*SHARD, "file", "../secret"),
+    "shard elsewhere": _set(*SHARD, "file", "/etc/hostname"),
+    "shard of another type": _set(*SHARD, "file", 3),
+    "shard without checksum": lambda body: body["shards"]["arrays"].pop("sha256"),
+    "a terabyte in the file": _set(*SHARD, "size_bytes", 1 << 40),
+    "a terabyte in an array": _set(*KERNEL, "shape", [1 << 38]),
+    "a terabyte before an array": _set(*KERNEL, "offset", 1 << 40),
+    "negative offset": _set(*KERNEL, "offset", -64),
+    "negative shape": _set(*KERNEL, "shape", [-4, -2]),
+    "shape of another type": _set("arrays", "optimizer/0", "shape", {}),
+    "shape without end": _set(*KERNEL, "shape", [1 << 62] * 100_000),
+    "no numbers": _set(*KERNEL, "dtype", "object"),
+    "type of many numbers": _set(*KERNEL, "dtype", "(1000000000,)f4"),
+    "type that is a name of a package": _set(*KERNEL, "dtype", "finfo"),
+    "array without entry": _set("arrays", {}),
+    "step of another type": _set("step", "6"),
+    "step of another checkpoint": _set("step", 5),
+    "step of another run": _set("meta", "step", 5),
+    "step that no int64 holds": _set("meta", "step", 1 << 63),
+    "no variables": lambda body: body["meta"].pop("variables"),
+    "variable without number": _set("meta", "variables", "weights/x", ["a", [2], "float32"]),
+    "variable without array": _set("meta", "variables", "weights/4", ["a", [2], "float32"]),
+    "variable of another shape": _set("meta", "variables", "weights/0", ["a", [3], "float32"]),
+    "variable without shape": _set("meta", "variables", "weights/0", ["a"]),
+    "callbacks of another type": _set("meta", "callbacks", []),
+    "seed of another type": _set("meta", "seed", "7"),
+    "seed that no int64 holds": _set("meta", "seed", 1 << 80),
+    "layers of another type": _set("meta", "configuration", "layer", [1]),
+    "logs of another type": _set("meta", "fingerprint", "logs_before_validation", {"a": [[1], 2]}),
+    "cut of another type": _set("meta", "stages", {"cut": ["a"]}),
+    "cuts of another type": _set("meta", "stages", {"cuts": {"model": ["a"]}}),
+    "a cut of nothing": _set("meta", "stages", {"cut_of": ["model", 2]}),
+    "no micro-batches": _set("meta", "stages", {"split_size": 0}),
+}
 
 
 @pytest.fixture
 def foreign(tmp_path):
-    """The directory of a run's checkpoint, which a test may change."""
+    """The directory of a run's checkpoint, which a test may forge."""
     shutil.copytree(EARLIER, tmp_path / "checkpoints")
     (tmp_path / "secret").write_bytes(bytes(1348))
     return next((tmp_path / "checkpoints").glob("step-*"))
@@ -131,9 +183,29 @@ def foreign(tmp_path):
 
 def damage_of(directory: Path) -> str:
     with pytest.raises(NothingWhole) as caught:
-        CheckpointStore(directory.parent).read()
+        RunStore(directory.parent).read()
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("change", FORGED.values(), ids=FORGED.keys())
+def test_a_forged_checkpoint_is_rejected_without_using_memory(foreign, change):
+    forged(foreign, change)
+    tracemalloc.start()
+    said = damage_of(foreign)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "is damaged (manifest.json" in said or "arrays.bin has 1348 bytes" in said
+    assert peak < 32 << 20
+
+
+@pytest.mark.parametrize("size", [None, 8])
+def test_pipeline_choices_are_read_with_any_split_size(foreign, size):
+    choices = {"cuts": {"model of 4 layers": [1, 3]}, "split_size": size}
+    forged(foreign, _set("meta", "stages", choices))
+    found = RunStore(foreign.parent).read()
+    assert found is not None
+    assert found.meta["stages"] == choices
 
 
 def link(path: Path) -> None:
@@ -153,6 +225,7 @@ PLANTED: dict[str, tuple[str, Callable[[Path], object]]] = {
     "manifest is a FIFO": ("manifest.json", fifo),
     "shard is a FIFO": ("arrays.bin", fifo),
     "manifest is a directory": ("manifest.json", lambda path: (path.unlink(), path.mkdir())),
+    "manifest of 5 GiB": ("manifest.json", lambda path: os.truncate(path, 5 << 30)),
     "deep manifest": ("manifest.json", lambda path: path.write_text("[" * 200_000)),
 }
 
@@ -162,9 +235,9 @@ def test_links_and_odd_files_in_a_checkpoint_are_damage(foreign, name, plant):
     plant(foreign / name)
     there = os.listdir(foreign.resolve())
     damage_of(foreign)
-    assert CheckpointStore(foreign.parent).steps() == []
+    assert RunStore(foreign.parent).steps() == []
     behind = foreign.resolve()
-    store = CheckpointStore(foreign.parent, keep=1)
+    store = RunStore(foreign.parent, keep=1)
     for step in (7, 8):
         write(store, step)
     store.close()
@@ -174,17 +247,26 @@ def test_links_and_odd_files_in_a_checkpoint_are_damage(foreign, name, plant):
 
 
 @settings(max_examples=300)
-@given(number=st.integers(0), file=st.sampled_from(["manifest.json", "arrays.bin"]))
-def test_any_bytes_in_a_file_are_read_or_damaged(number, file):
+@given(
+    path=st.lists(st.integers(0, 40), max_size=6),
+    value=JSON,
+    number=st.integers(0),
+    file=st.sampled_from(["manifest.json", "arrays.bin", None]),
+)
+def test_any_checkpoint_content_is_read_or_damaged(path, value, number, file):
+    """A value anywhere in the manifest, with a right checksum; or other bytes in a file."""
     with tempfile.TemporaryDirectory() as place:
         (earlier,) = EARLIER.glob("step-*")
         directory = Path(shutil.copytree(earlier, Path(place) / "c" / earlier.name))
-        data = (directory / file).read_bytes()
-        changed = mutated(data, random.Random(number), [b"[", b'"', b"\xff", b"9" * 5000])
-        (directory / file).write_bytes(changed)
+        if file is None:
+            forged(directory, replacing_at(path, value))
+        else:
+            data = (directory / file).read_bytes()
+            changed = mutated(data, random.Random(number), [b"[", b'"', b"\xff", b"9" * 5000])
+            (directory / file).write_bytes(changed)
         said, arrays = "", {}
         try:
-            arrays = CheckpointStore(directory.parent).read().arrays
+            arrays = RunStore(directory.parent).read().arrays
         except TfdistError as error:
             said = str(error)
         assert "\n" not in said

@@ -2,6 +2,7 @@
 
     format          files of a checkpoint
     store           crash-safe directory of checkpoints
+    saved_run       checks that a checkpoint holds a run
     model_state     conversion of a model to arrays and back, digests, and its configuration
     callback_state  state of callbacks as JSON
     backup          callbacks that save and resume a run: `BackupAndRestore`, `ModelCheckpoint`

@@ -24,7 +24,8 @@ import tensorflow as tf
 from tfdist.checkpoint import callback_state, model_state
 from tfdist.checkpoint.publish import PublishModel
 from tfdist.checkpoint.remote import RemoteCheckpoints, is_remote, local_directory, put
-from tfdist.checkpoint.store import Checkpoint, CheckpointStore, NothingWhole
+from tfdist.checkpoint.saved_run import RunStore
+from tfdist.checkpoint.store import Checkpoint, NothingWhole
 from tfdist.errors import (
     UsageError,
     require,
@@ -161,10 +162,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.remote: RemoteCheckpoints | None = None
         if is_remote(backup_dir):
             url = os.fspath(backup_dir)
-            self.store = CheckpointStore(local_directory(url), keep=keep)
+            self.store = RunStore(local_directory(url), keep=keep)
             self.remote = RemoteCheckpoints(url, self.store)
         else:
-            self.store = CheckpointStore(backup_dir, keep=keep)
+            self.store = RunStore(backup_dir, keep=keep)
         self.exact = exact
         self.best = best
         self.publisher: PublishModel | None = None
@@ -320,6 +321,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         checkpoint = self.store.read(self._found_step) if job.is_chief else None
         if checkpoint is not None:
             self._require_same(model, job, checkpoint.meta)
+            model_state.require_shapes(model, job, checkpoint.arrays, where=self._where)
         model_state.restore(model, job, checkpoint.arrays if checkpoint else None)
         saved = broadcast(None if checkpoint is None else _of_all_tasks(checkpoint))
         self._saved_run = RunState(**saved["run"])

@@ -17,21 +17,28 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 from tfdist.files import replacing
 
-_ATTRIBUTES: dict[type, str] = {
-    keras.callbacks.EarlyStopping: "monitor wait best best_epoch stopped_epoch",
-    keras.callbacks.ReduceLROnPlateau: "monitor wait best cooldown_counter",
-    keras.callbacks.ModelCheckpoint: (
-        "monitor best _batches_seen_since_last_saving _last_batch_seen"
-    ),
-    keras.callbacks.History: "history epoch",
-    keras.callbacks.TensorBoard: "_global_train_batch _global_test_batch",
-    keras.callbacks.SwapEMAWeights: "_ema_weights_in_model",
-    keras.callbacks.CSVLogger: "keys",  # its columns, known after the first epoch
+# The saved attributes of each class. The value is an example that shows the attribute's type.
+_COUNT, _METRIC, _TEXT = 0, 0.0, ""
+_ATTRIBUTES: dict[type, dict[str, Any]] = {
+    keras.callbacks.EarlyStopping: {
+        **{"monitor": _TEXT, "wait": _COUNT, "best": _METRIC},
+        **{"best_epoch": _COUNT, "stopped_epoch": _COUNT},
+    },
+    keras.callbacks.ReduceLROnPlateau: {
+        **{"monitor": _TEXT, "wait": _COUNT, "best": _METRIC, "cooldown_counter": _COUNT}
+    },
+    keras.callbacks.ModelCheckpoint: {
+        **{"monitor": _TEXT, "best": _METRIC},
+        **{"_batches_seen_since_last_saving": _COUNT, "_last_batch_seen": _METRIC},
+    },
+    keras.callbacks.History: {"history": {}, "epoch": [_COUNT]},
+    keras.callbacks.TensorBoard: {**{"_global_train_batch": _COUNT, "_global_test_batch": _COUNT}},
+    keras.callbacks.SwapEMAWeights: {"_ema_weights_in_model": False},
+    keras.callbacks.CSVLogger: {"keys": [_TEXT]},  # its columns, known after the first epoch
 }
-"""Saved attributes of each class."""
 
 
 def get_states(callbacks: Sequence[Any]) -> dict[str, Any]:
@@ -60,14 +67,14 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
     """Restore the state of each callback. Call it after `on_train_begin`, which resets the state.
 
     If a callback of Keras now monitors another metric, its state is not restored. For callbacks of
-    Keras, only the attributes that `get_states` saves are set.
+    Keras, only the attributes that `get_states` saves are set: a checkpoint may be untrusted.
+    Raises UsageError for values of other types.
     """
     for name, callback in with_names(callbacks):
         if states.get(name) is not None and hasattr(callback, "set_state"):
             callback.set_state(states[name])
             continue
-        saved, known = states.get(name) or {}, _attributes_of(callback)
-        state = {attribute: saved[attribute] for attribute in known if attribute in saved}
+        state = _saved(name, callback, states)
         if state and ("monitor" not in state or state["monitor"] == callback.monitor):
             for attribute, value in state.items():
                 setattr(callback, attribute, value)
@@ -77,9 +84,36 @@ def set_states(callbacks: Sequence[Any], states: Mapping[str, Any]) -> None:
                 callback.history = {name: list(map(_as_array, values)) for name, values in logged}
 
 
-def _attributes_of(callback: Any) -> list[str]:
-    known = (names for kind, names in _ATTRIBUTES.items() if isinstance(callback, kind))
-    return next(known, "").split()
+def _saved(name: str, callback: Any, states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved attributes of a callback of Keras, empty for other callbacks."""
+    state, known = states.get(name), _attributes_of(callback)
+    if state is None or not known:
+        return {}
+    wrong = [state] if not isinstance(state, dict) else []
+    wrong += [n for n in known if n in state and not _fits(state[n], known[n])] if not wrong else []
+    require(
+        not wrong,
+        f"checkpoint: state of {name.partition('-')[0]}",
+        f"the saved state has a value of a wrong type: {wrong[:1]!r:.80}",
+        fix="use an intact checkpoint, or another directory",
+        code="damaged",
+    )
+    return {attribute: state[attribute] for attribute in known if attribute in state}
+
+
+def _attributes_of(callback: Any) -> dict[str, Any]:
+    return next((known for kind, known in _ATTRIBUTES.items() if isinstance(callback, kind)), {})
+
+
+def _fits(value: Any, like: Any) -> bool:
+    """Return whether a JSON value has the type of the example `like`."""
+    if isinstance(like, list):
+        return value is None or (isinstance(value, list) and all(_fits(v, like[0]) for v in value))
+    if isinstance(like, dict):
+        return isinstance(value, dict) and all(isinstance(v, list) for v in value.values())
+    if isinstance(like, float):
+        return value is None or type(value) in (int, float)
+    return type(value) is type(like)
 
 
 def _as_array(value: Any) -> Any:
@@ -114,12 +148,21 @@ def best_weights(callbacks: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def set_best_weights(callbacks: Sequence[Any], arrays: Mapping[str, Any]) -> None:
-    """Restore the best weights of EarlyStopping."""
+    """Restore the best weights of EarlyStopping. Raise UsageError for weights of another model."""
     for name, callback in with_names(callbacks):
         kept: list[Any] = []
         while (key := f"callbacks/{name}/{len(kept)}") in arrays:
             kept.append(arrays[key])
         if kept and isinstance(callback, keras.callbacks.EarlyStopping):
+            shapes = [tuple(weight.shape) for weight in callback.model.weights]
+            require(
+                type(callback) is not keras.callbacks.EarlyStopping
+                or [array.shape for array in kept] == shapes,
+                "checkpoint: best weights of EarlyStopping",
+                "the saved weights do not have the shapes of the model's weights",
+                fix="use an intact checkpoint, or another directory",
+                code="damaged",
+            )
             callback.best_weights = kept
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import stat
 from collections.abc import Mapping
@@ -27,12 +29,22 @@ from tfdist.files import fsync, open_untrusted
 FORMAT = "tfdist-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-FILE = "arrays.bin"
 _CHECKSUM = "manifest_sha256"
 _SHARD = "arrays"
 # Offsets are multiples of 64 bytes, so that a shard can be memory-mapped as any dtype.
 _ALIGNMENT_BYTES = 64
 _CHUNK_BYTES = 16 << 20
+# Limit far above the largest models. Reading a manifest needs about 20 times its size in memory.
+_MANIFEST_BYTES = 256 << 20
+_PLAIN_NAME = re.compile(r"(?!\.)[A-Za-z0-9._-]+")
+_NUMBERS = [
+    each
+    for each in vars(ml_dtypes).values()
+    if isinstance(each, type) and issubclass(each, np.generic)
+]
+_CODES = "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"]
+_DTYPES = {dtype.name: dtype for dtype in map(np.dtype, [*_CODES, *_NUMBERS])}
+_MOST_DIMENSIONS = 64  # limit of NumPy
 # These errors mean that the file is damaged. A second try would fail too.
 _DAMAGE = frozenset(
     (
@@ -57,7 +69,7 @@ class Manifest:
     """Description of a checkpoint, without the content of the arrays.
 
     Attributes:
-      shard: ``size_bytes`` and ``sha256`` of the file of arrays.
+      shard: ``file``, ``size_bytes`` and ``sha256`` of the file of arrays.
       arrays: ``shard``, ``offset`` in bytes, ``dtype`` and ``shape`` of each array, by name.
     """
 
@@ -73,11 +85,12 @@ def write_checkpoint(
 ) -> None:
     """Write a shard and the manifest into a new `directory` and fsync both.
 
-    Raises OSError, TypeError if `meta` is not JSON, and UsageError for an unsupported dtype.
+    Raises OSError, TypeError if `meta` is not JSON, and UsageError for too much metadata or an
+    unsupported dtype.
     """
     shutil.rmtree(directory, ignore_errors=True)
     os.mkdir(directory)
-    shard, entries = _write_shard(directory / FILE, arrays)
+    shard, entries = _write_shard(directory / f"{_SHARD}.bin", arrays)
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -89,6 +102,13 @@ def write_checkpoint(
     }
     body[_CHECKSUM] = _checksum(body)
     text = json.dumps(body, indent=1).encode() + b"\n"
+    require(
+        len(text) <= _MANIFEST_BYTES,
+        "checkpoint: metadata",
+        f"the metadata needs {len(text)} bytes of JSON, more than {_MANIFEST_BYTES}",
+        fix="return less data from get_state of your callbacks",
+        code="too-large",
+    )
     with FileIO(directory / MANIFEST, "xb") as file:
         _write_all(file, memoryview(text), hashlib.sha256())
         os.fsync(file.fileno())
@@ -102,7 +122,10 @@ def read_manifest(directory: Path) -> Manifest:
         raise Damaged("it is a symbolic link")
     try:
         with FileIO(file, "rb", opener=open_untrusted) as opened:
-            text = opened.read()
+            size_bytes = os.fstat(opened.fileno()).st_size
+            if size_bytes > _MANIFEST_BYTES:
+                raise Damaged(f"{MANIFEST} has {size_bytes} bytes of at most {_MANIFEST_BYTES}")
+            text = opened.read(size_bytes)
     except OSError as error:
         raise _reading_failed(file, error) from error
     try:
@@ -120,11 +143,23 @@ def read_manifest(directory: Path) -> Manifest:
             )
         if checksum != _checksum(body):
             raise Damaged(f"{MANIFEST} does not match its checksum")
+        shard = body["shards"][_SHARD]
+        is_valid = (
+            is_count(body["step"])
+            and isinstance(body["best"], bool)
+            and isinstance(body["meta"], dict)
+            and isinstance(body["arrays"], dict)
+            and is_count(shard["size_bytes"])
+            and isinstance(shard["sha256"], str)
+            and _PLAIN_NAME.fullmatch(shard["file"])
+        )
+        if not is_valid:
+            raise Damaged(f"{MANIFEST} has a value of a wrong type")
         return Manifest(
             step=body["step"],
             best=body["best"],
             meta=body["meta"],
-            shard=body["shards"][_SHARD],
+            shard=shard,
             arrays=body["arrays"],
         )
     except UsageError:
@@ -135,9 +170,19 @@ def read_manifest(directory: Path) -> Manifest:
         raise Unreadable(f"checkpoint {file}: not enough memory to read it") from error
 
 
+def is_count(value: object) -> bool:
+    """Return whether a JSON value is an integer of at least 0 that fits an int64."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def is_counts(value: object) -> bool:
+    """Return whether a JSON value is a list of integers like a shape (see `is_count`)."""
+    return isinstance(value, list) and all(map(is_count, value))
+
+
 def check_size(directory: Path, manifest: Manifest) -> None:
     """Raise Damaged if the shard is missing or has another size, Unreadable for other errors."""
-    path, expected = directory / FILE, manifest.shard["size_bytes"]
+    path, expected = directory / manifest.shard["file"], manifest.shard["size_bytes"]
     try:
         found = path.lstat()
     except OSError as error:
@@ -154,27 +199,48 @@ def read_arrays(directory: Path, manifest: Manifest) -> dict[str, Array]:
     Raises Damaged, or Unreadable if the file may be intact but cannot be read now.
     """
     check_size(directory, manifest)
-    path, digest, position = directory / FILE, hashlib.sha256(), 0
+    path, digest = directory / manifest.shard["file"], hashlib.sha256()
     arrays: dict[str, Array] = {}
     try:
         with FileIO(path, "rb", opener=open_untrusted) as file:
-            for name, entry in sorted(manifest.arrays.items(), key=lambda item: item[1]["offset"]):
-                dtype = np.dtype(getattr(ml_dtypes, entry["dtype"], entry["dtype"]))
-                gap = np.empty(entry["offset"] - position, np.uint8)
-                array = np.empty(entry["shape"], dtype.newbyteorder("<"))
+            for name, gap_bytes, dtype, shape in _layout(manifest):
+                gap = np.empty(gap_bytes, np.uint8)
+                array = np.empty(shape, dtype.newbyteorder("<"))
                 for target in (gap, array.reshape(-1).view(np.uint8)):
                     _read_all(file, target.data, digest)
                 arrays[name] = array.astype(dtype, copy=False)
-                position = entry["offset"] + array.nbytes
     except OSError as error:
         raise _reading_failed(path, error) from error
     except MemoryError as error:  # the size of the file is already verified
         raise Unreadable(f"checkpoint {path}: not enough memory to read it") from error
-    except EOFError as error:
+    except (ValueError, EOFError) as error:
         raise Damaged(f"{path.name}: {error}") from error
     if digest.hexdigest() != manifest.shard["sha256"]:
         raise Damaged(f"{path.name} does not match its checksum")
     return {name: arrays[name] for name in manifest.arrays}
+
+
+def _layout(manifest: Manifest) -> list[tuple[str, int, np.dtype[Any], list[int]]]:
+    """Return name, bytes of padding before it, dtype and shape of each array, in file order.
+
+    Raises Damaged unless the arrays and their padding fill the shard.
+    """
+    layout, position = [], 0
+    try:
+        for name, entry in sorted(manifest.arrays.items(), key=lambda item: item[1]["offset"]):
+            dtype, shape, start = _DTYPES[entry["dtype"]], entry["shape"], entry["offset"]
+            gap_bytes = start - position
+            if not is_counts(shape) or len(shape) > _MOST_DIMENSIONS:
+                raise ValueError(name)
+            if not is_count(start) or not 0 <= gap_bytes < _ALIGNMENT_BYTES:
+                raise ValueError(name)
+            layout.append((name, gap_bytes, dtype, shape))
+            position = start + math.prod(shape) * dtype.itemsize
+    except (ValueError, TypeError, KeyError) as error:
+        raise Damaged(f"{MANIFEST} has an array with an invalid type or position") from error
+    if position != manifest.shard["size_bytes"]:
+        raise Damaged(f"{MANIFEST} has arrays of {position} bytes, which do not fill the shard")
+    return layout
 
 
 def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -177,9 +177,29 @@ def require_same_variables(
     require(
         not differences,
         where,
-        f"the checkpoint belongs to another model: {named(differences, most=_DIFFERENCES_SHOWN)}",
+        f"the checkpoint belongs to another model: {_summary(differences)}",
         fix=_ANOTHER,
         code="another-run",
+    )
+
+
+def require_shapes(model: keras.Model, job: Job, arrays: Mapping[str, Any], *, where: str) -> None:
+    """Raise UsageError if `restore` could not set a variable from its array."""
+    for name, variable in variables_of(model).items():
+        shape = tuple((part_of(variable) or variable).shape)
+        if _per_replica(variable):
+            shape = arrays[name].shape[:1] + shape
+        require_shape(arrays[name], shape, variable, where=where)
+
+
+def require_shape(array: Any, shape: tuple[int, ...], variable: Any, *, where: str) -> None:
+    """Raise UsageError if an array of a checkpoint has another shape."""
+    require(
+        array.shape == shape,
+        where,
+        f"the array for {variable.path} has the shape {array.shape} instead of {shape}",
+        fix="use an intact checkpoint, or another directory",
+        code="damaged",
     )
 
 
@@ -191,8 +211,7 @@ def require_same_configuration(
     require(
         not differences,
         where,
-        f"the checkpoint belongs to another configuration: "
-        f"{named(differences, most=_DIFFERENCES_SHOWN)}",
+        f"the checkpoint belongs to another configuration: {_summary(differences)}",
         fix=_ANOTHER,
         code="another-run",
     )
@@ -217,6 +236,12 @@ def _roles(names: Mapping[str, Any]) -> dict[str, str]:
             found = max((part for part in owners if part in path), key=len, default=None)
             roles |= {} if found is None else {name: owners[found]}
     return roles
+
+
+def _summary(differences: Sequence[str]) -> str:
+    """Return the first differences, with control characters escaped: names may be untrusted."""
+    text = named(differences, most=_DIFFERENCES_SHOWN)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _own_of_chief(job: Job, value: Any, variable: Any) -> np.ndarray[Any, Any]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdist.checkpoint.format import FILE, MANIFEST
+from tfdist.checkpoint.format import MANIFEST
 from tfdist.checkpoint.store import NAME, CheckpointStore, SecondWriter
 from tfdist.data.cache import private_cache_dir
 from tfdist.errors import TfdistError, UsageError, require_packages
@@ -31,7 +31,7 @@ from tfdist.strategy import run_dir
 
 _LOG = logging.getLogger(__name__)
 _CLAIMS, _WRITER = "claims", "writer"
-_FILES = (FILE, MANIFEST)
+_FILES = ("arrays.bin", MANIFEST)
 _TRIES = 3
 _RETRY_S = 1.0
 

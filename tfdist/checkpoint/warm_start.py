@@ -14,7 +14,8 @@ import numpy as np
 
 from tfdist.checkpoint import model_state
 from tfdist.checkpoint.remote import is_remote, local_copy
-from tfdist.checkpoint.store import Checkpoint, CheckpointStore
+from tfdist.checkpoint.saved_run import RunStore
+from tfdist.checkpoint.store import Checkpoint
 from tfdist.errors import UsageError, named, near, require, require_one_of
 from tfdist.renamed import without_renamed
 from tfdist.strategy import Job, broadcast, job_of
@@ -112,7 +113,7 @@ def _keyed(owner: str, variables: Sequence[Any]) -> dict[str, Any]:
 def _read(model: keras.Model, path: str, *, best: bool, skip_mismatch: bool) -> dict[str, Any]:
     """Return the values in a file by the keys of `_wanted`."""
     if os.path.isdir(path):
-        store = CheckpointStore(path)
+        store = RunStore(path)
         step = store.best() if best else None
         if best and step is None:
             raise _unreadable(path, "no checkpoint is marked best")
@@ -204,8 +205,10 @@ def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> No
     saved = checkpoint.meta["variables"]
     model_state.require_same_variables(model, saved, where=where, group="weights")
     for i, variable in enumerate(model.weights):
+        array = checkpoint.arrays[f"weights/{i}"]
         if "seed_generator" not in variable.path:
-            variable.assign(checkpoint.arrays[f"weights/{i}"])
+            model_state.require_shape(array, tuple(variable.shape), variable, where=where)
+            variable.assign(array)
     model_state.renew_constants(model)
 
 

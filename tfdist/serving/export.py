@@ -35,7 +35,7 @@ from tfdist.checkpoint.remote import (
     put,
     reading_from,
 )
-from tfdist.checkpoint.store import CheckpointStore
+from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.warm_start import load_model_file, loading, set_weights
 from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
@@ -491,7 +491,7 @@ def read_model(
     if (source / JOURNAL).is_file():
         source = _best_run(source, make=make)
         if source.is_dir() and step is None:
-            best = CheckpointStore(_checkpoints_in(source)).best() is not None
+            best = RunStore(_checkpoints_in(source)).best() is not None
     if source.suffix == ".keras":
         problem = "--step, --best and --model need checkpoints, not a .keras file"
         require(
@@ -514,7 +514,7 @@ def read_model(
         code="not-a-source",
     )
     served, trained = (_made_by(make),) * 2 if make is not None else _of_run(config or {})
-    store = CheckpointStore(directory)
+    store = RunStore(directory)
     if best:
         step = store.best()
         require(
@@ -537,7 +537,7 @@ def newest_in(source: Path, *, best: bool = False) -> str | None:
         with contextlib.suppress(FileNotFoundError):
             return f"{source.stat().st_ino}:{source.stat().st_mtime_ns}"
         return None
-    store = CheckpointStore(_checkpoints_in(source))
+    store = RunStore(_checkpoints_in(source))
     step = store.best() if best else store.latest()
     written_at = None if step is None else store.written_at(step)
     return None if written_at is None else f"{step}:{written_at}"

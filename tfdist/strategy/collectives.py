@@ -442,7 +442,7 @@ def _encoded(name: str, value: Any, arrays: list[_Array]) -> Any:
                 name,
                 f"the key {key!r} of a dict is not text",
                 fix="send a list of pairs, and build the dict from the list",
-                code="broadcast-key",
+                code="collective-type",
             )
         return {key: _encoded(name, item, arrays) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -455,7 +455,7 @@ def _encoded(name: str, value: Any, arrays: list[_Array]) -> Any:
         name,
         f"tfdist cannot send a {type(value).__name__}{' with fields' * bool(array.dtype.names)}",
         fix="send its content as numbers, text, lists, dicts and arrays of numbers or text",
-        code="broadcast-value",
+        code="collective-type",
     )
     if isinstance(value, np.generic) and array.dtype.kind in "biuf":
         return value.item()
