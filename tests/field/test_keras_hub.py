@@ -183,5 +183,5 @@ def test_a_table_of_its_tokenizer_is_refused_under_ps():
     source = preprocessed(as_source(TEXTS), gpt().preprocess_samples)
     assert refused(lambda: check_supported(source, KINDS["ps"])) == (
         "data under the ps strategy",
-        "variables-under-ps",
+        "unsupported-data",
     )

@@ -70,7 +70,7 @@ OPTIONS = {
         *(("validation_freq", value) for value in (0, (1, 2))),
         *(("steps_per_epoch", 0), ("initial_epoch", -1), ("overfit_batches", 0.5)),
     ],
-    "wrong-type": [("class_weight", value) for value in ([1, 1], {}, {"cat": 1.0}, {-1: 2.0})],
+    "bad-value": [("class_weight", value) for value in ([1, 1], {}, {"cat": 1.0}, {-1: 2.0})],
 }
 
 
@@ -119,7 +119,7 @@ ACTS = {
 BY_STEPS = ("fit", "evaluate", "predict")
 MODELS = {
     "not-a-model": (lambda strategy: "model", BY_STEPS),
-    "eager": (lambda strategy: linear(strategy, run_eagerly=True), ("fit", "evaluate")),
+    "unsupported": (lambda strategy: linear(strategy, run_eagerly=True), ("fit", "evaluate")),
 }
 
 
@@ -136,7 +136,7 @@ def test_functions_that_run_eagerly_are_refused(strategies, act):
     model = linear(strategies[2])
     tf.config.run_functions_eagerly(True)
     try:
-        assert refused(lambda: ACTS[act](model)) == (f"tfdist.{act}", "eager")
+        assert refused(lambda: ACTS[act](model)) == (f"tfdist.{act}", "unsupported")
     finally:
         tf.config.run_functions_eagerly(False)
 
@@ -192,7 +192,8 @@ def test_a_layer_that_becomes_trainable_needs_another_optimizer(strategies):
         model.compile("adam", "mse")
     fit(model, X, Y)
     model.layers[0].trainable = True
-    assert refused(lambda: fit(model, X, Y)) == ("optimizer", "new-variable")
+    with pytest.raises(ValueError, match="Unknown variable"):
+        fit(model, X, Y)
     with strategies[2].scope():
         model.compile("adam", "mse")
     fit(model, X, Y)
@@ -253,8 +254,8 @@ def without_a_call(strategy):
 ROWS = np.zeros((4, 3, 2), "float32")
 OF_ALL = PAIRS.batch(4).map(lambda x, y: ({"x": x, "all": tf.ones((3, 4))}, y))
 ON_ONE = {
-    "a state": (stateful, (ROWS, ROWS[:, 0, :1], 4), "model", "unsupported-layer"),
-    "float8": (in_float8, (X, Y), "model", "unsupported-layer"),
+    "a state": (stateful, (ROWS, ROWS[:, 0, :1], 4), "model", "unsupported"),
+    "float8": (in_float8, (X, Y), "model", "unsupported"),
     "metrics of compile": (without_a_call, (X,), "metrics", "not-built"),
     "metrics of compile, few rows": (
         without_a_call,
@@ -266,9 +267,9 @@ ON_ONE = {
         functools.partial(linear, kind=Decorated),
         (X, Y),
         "train_step",
-        "compiled-step",
+        "unsupported",
     ),
-    "parts of all examples": (with_a_mean, (OF_ALL,), "data", "uneven-parts"),
+    "parts of all examples": (with_a_mean, (OF_ALL,), "data", "shapes-differ"),
 }
 
 
@@ -328,22 +329,16 @@ REFUSED = {
         lambda s: fit(with_a_layer_made_outside(s[2]), X, Y),
         lambda s: fit(linear(s[2], metrics=[keras.metrics.MeanAbsoluteError()]), X, Y),
     ],
-    ("model", "unsupported-layer"): [
+    ("model", "unsupported"): [
         lambda s: tfdist.evaluate(stateful(s[2]), ROWS, ROWS[:, 0, :1], 4),
         lambda s: tfdist.predict(stateful(s[2]), ROWS, 4),
     ],
-    ("batch_size", "batch-too-small"): [
-        lambda s: fit(linear(s[3]), X, Y, 2),
-        lambda s: tfdist.evaluate(linear(s[3]), X, Y, 2),
-        lambda s: tfdist.predict(linear(s[3]), X, 2),
-        lambda s: fit(linear(s[3]), X, Y, 6, validation_data=(X, Y), validation_batch_size=2),
-    ],
-    ("data", "lengths-differ"): [
+    ("data", "shapes-differ"): [
         lambda s: fit(linear(s[1]), X, Y, validation_split=-0.5),
         lambda s: fit(linear(s[1]), X, Y[:5]),
     ],
-    ("StepLoop", "compiled-step"): [lambda s: loop_of(s[2], tf.function(lambda x: {}))],
-    ("step", "no-logs"): [
+    ("StepLoop", "unsupported"): [lambda s: loop_of(s[2], tf.function(lambda x: {}))],
+    ("step", "bad-value"): [
         lambda s, logs=logs: loop_of(s[2], lambda x: logs).run(1) for logs in ([1.0], {}, None)
     ],
     ("steps", "not-an-int"): [
@@ -353,7 +348,7 @@ REFUSED = {
     ("max_staleness", "not-an-int"): [  # no work unit of a ps job ever meets such a bound
         lambda s, most=most: loop_of(s[1], max_staleness=most) for most in (-1, 0.5)
     ],
-    ("y", "no-targets"): [
+    ("y", "no-data"): [
         lambda s: fit(linear(s[2]), X),
         lambda s: fit(linear(s[2]), X, Y, validation_data=X),
         lambda s: tfdist.evaluate(linear(s[2]), X),
@@ -365,26 +360,24 @@ REFUSED = {
         lambda s, name=name: fit(linear(s[1]), X, Y, virtual_epochs=LENGTH, **{name: 2})
         for name in ("epochs", "steps_per_epoch")
     ],
-    ("class_weight", "class-weight-data"): [
+    ("class_weight", "unsupported-data"): [
         weighing(classifier, X, LABELS, sample_weight=np.ones(12)),
         weighing(classifier, X),
         weighing(two_outputs, X, [Y, Y]),
         weighing(of_pixels, X[..., None], RNG.randint(0, 3, (12, 4, 1))),
     ],
-    ("callbacks", "not-a-callback"): [
+    ("callbacks", "bad-value"): [
         with_callbacks(["EarlyStopping"]),
         with_callbacks([keras.callbacks.History]),
         with_callbacks(keras.callbacks.CallbackList([])),
     ],
-    ("callbacks", "unsupported-callback"): [
+    ("callbacks", "unsupported"): [
         with_callbacks([keras.callbacks.BackupAndRestore(f"{os.devnull}/backup")]),
     ],
     ("PublishModel", "missing-backup"): [with_callbacks([tfdist.PublishModel("served")])],
-    ("broadcast", "broadcast-key"): [
+    ("broadcast", "collective-type"): [
         lambda s: tfdist.broadcast({0: 1.0}),
         lambda s: tfdist.broadcast([{"a": ({"b": {1: 2}},)}]),
-    ],
-    ("broadcast", "broadcast-value"): [
         lambda s: tfdist.broadcast(b"ab\0"),
         lambda s: tfdist.broadcast([{1, 2}]),
         lambda s: tfdist.broadcast({"a": np.zeros(2, [("x", int)])}),
@@ -440,7 +433,7 @@ def test_empty_data_are_refused(strategies, kind):
         lambda: tfdist.evaluate(model, *data),
         lambda: fit(model, X, Y, validation_data=validation),
     ):
-        assert refusal(call).code in ("no-data", "no-examples", "lengths-differ")
+        assert refusal(call).code in ("no-data", "shapes-differ")
 
 
 def test_steps_without_a_batch_size_divide_data_like_keras(strategies):
@@ -504,7 +497,7 @@ def test_a_model_that_a_callback_compiles_is_refused(strategies, hook, by):
     callback = keras.callbacks.Callback()
     setattr(callback, hook, change)
     refusing = refused(lambda: fit(model, X, Y, epochs=2, callbacks=[callback]))
-    assert refusing == ("callbacks", "compiled-in-fit")
+    assert refusing == ("callbacks", "unsupported")
 
 
 BROKEN = {"type": "Broken[3]", "empty": "Broken[3]", "error": "a file that is not there"}
@@ -620,8 +613,8 @@ def said_by(program, **variables):
                 *("unknown-value", "no-cluster", "no-cluster", "devices", "devices"),
                 *("bad-tf-config", "other-strategy", "bad-value", "too-many-workers", "devices"),
                 *("bad-value", "bad-value"),
-                *("no-elastic", "no-elastic", "other-strategy", "no-launcher"),
-                *("made", "made", "second-strategy", *["another-scope"] * 6),
+                *("unsupported", "unsupported", "other-strategy", "no-launcher"),
+                *("made", "made", "other-strategy", *["another-scope"] * 6),
             ],
         ),
         (AFTER_AN_OPERATION, ["tensorflow-has-run"] * 2),

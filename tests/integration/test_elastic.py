@@ -41,7 +41,7 @@ def elastic(strategies, monkeypatch):
 
 
 REFUSED = {
-    "metrics with a state and of several results": "metric-adds-up",
+    "metrics with a state and of several results": "metric",
     **dict.fromkeys(
         (
             *("several optimizers", "two optimizers that its step builds", "trackers of the guide"),

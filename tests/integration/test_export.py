@@ -423,7 +423,7 @@ def test_adapted_layers_are_published_or_refused(tmp_path):
         (tmp_path / "damaged.json").write_text(damaged)
         made = str(tmp_path / "damaged.json")
         caught = refusal(lambda made=made: exports.read_model(tmp_path, make=made))
-        assert caught.code in ("not-loadable", "not-a-model")
+        assert caught.code in ("unreadable", "not-a-model")
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "model.json").unlink()
     (tmp_path / "model.json").symlink_to(tmp_path / "victim")  # by whoever made the checkpoints

@@ -18,11 +18,9 @@ import tensorflow as tf
 import tfdist
 from tests import forked_python
 from tests.models import classifier
-from tests.processes import until
 from tfdist import phases
 from tfdist.checkpoint import CheckpointStore
 from tfdist.errors import Stopped
-from tfdist.training import stop_requests
 
 DEADLINE_S = 150
 RNG = np.random.RandomState(0)
@@ -42,12 +40,6 @@ def handlers_as_at_a_terminal():
     assert {signum: signal.getsignal(signum) for signum in before} == set_here
     for signum, handler in before.items():
         signal.signal(signum, handler)
-
-
-def ask(signum: int) -> None:
-    """Sends a signal and returns when it has been heard."""
-    signal.raise_signal(signum)
-    until(lambda: stop_requests._entered[-1].signum is not None, within_s=DEADLINE_S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +68,7 @@ class AskAt(keras.callbacks.Callback):
             return
         if self.epoch > moment.epoch or batch >= moment.batch:
             self.moment = None
-            ask(moment.signum)
+            signal.raise_signal(moment.signum)
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch

@@ -214,7 +214,7 @@ def test_an_unreadable_url_is_a_one_line_error(strategies, monkeypatch):
     model = make(strategies)
     load = tfdist.load_weights
     assert refused(lambda: load(model, URL)) == (f"checkpoints in {URL}", "no-checkpoint")
-    assert refused(lambda: tfdist.BackupAndRestore("s4://b"))[1] == "unknown-protocol"
+    assert refused(lambda: tfdist.BackupAndRestore("s4://b"))[1] == "unknown-value"
     monkeypatch.setattr(MemoryFileSystem, "isfile", Mock(side_effect=ConnectionError("refused")))
     with pytest.raises(
         TfdistError, match=r"^memory://m.keras cannot be read: ConnectionError: ref"

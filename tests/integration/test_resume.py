@@ -413,7 +413,7 @@ def test_a_checkpoint_of_another_model_is_refused(strategies, finished):
     with strategies[1].scope():
         other = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
         other.compile("sgd", "sparse_categorical_crossentropy")
-    assert refusal(lambda: fit(other, finished[1])).code == "another-model"
+    assert refusal(lambda: fit(other, finished[1])).code == "another-run"
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_skip_mismatch_skips_weights_of_another_shape(strategies, tmp_path, capl
     small.save(tmp_path / "m.keras")
     head = other.get_layer("head").get_weights()
     load = functools.partial(tfdist.load_weights, other, tmp_path / "m.keras")
-    assert refusal(load).code == "another-model"
+    assert refusal(load).code == "another-run"
     with caplog.at_level("WARNING"):
         assert load(skip_mismatch=True) == ["same/0/kernel", "same/1/bias"]
     assert "head/0/kernel, head/1/bias" in caplog.text
@@ -565,16 +565,16 @@ def test_weights_that_cannot_be_loaded_are_refused(strategies, tmp_path):
             file.writestr("model.weights.h5", b"")
     CheckpointStore(tmp_path / "run").write(1, {}, meta={})
     for name, code in (
-        *((name.name, "not-loadable") for name in tmp_path.glob("*_*.keras")),
-        ("own.keras", "not-loadable"),
-        ("cut.keras", "not-loadable"),
-        *((name, "no-weights") for name in ("cut.weights.h5", "m.other", "none.keras")),
+        *((name.name, "unreadable") for name in tmp_path.glob("*_*.keras")),
+        ("own.keras", "unreadable"),
+        ("cut.keras", "unreadable"),
+        *((name, "unreadable") for name in ("cut.weights.h5", "m.other", "none.keras")),
     ):
         told = refusal(lambda name=name: tfdist.load_weights(model, tmp_path / name))
         assert told.code == code
     for name in ("run", "own.keras"):
         told = refusal(lambda name=name: tfdist.load_weights(model, tmp_path / name, best=True))
-        assert told.code == "no-weights"
+        assert told.code == "unreadable"
     told = refusal(lambda: tfdist.load_weights(model, tmp_path / "own.keras", layers=["own2"]))
     assert told.code == "unknown-value"
     assert refusal(lambda: tfdist.load_weights(unbuilt, tmp_path)).code == "not-built"

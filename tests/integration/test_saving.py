@@ -236,7 +236,7 @@ def test_another_configuration_is_refused_with_the_difference(strategies, tmp_pa
         ({"rate": 0.25}, "(Dropout) rate 0.5 -> 0.25"),
     ):
         told = refusal(lambda change=change: fit(make(strategies[1], **change), tmp_path))
-        assert told.code == "another-configuration"
+        assert told.code == "another-run"
         assert named in told.problem
     slower = make(strategies[1], optimizer=functools.partial(keras.optimizers.SGD, name="slower"))
     slower.optimizer.learning_rate = 0.01  # neither is compared: the rate is the checkpoint's
@@ -266,7 +266,7 @@ def test_a_state_of_another_model_is_refused(strategies, tmp_path, change, named
     run(epochs=1)
     run(epochs=2)  # its third layer has another name in this process
     told = refusal(lambda: run(epochs=3, **change))
-    assert told.code == "another-model"
+    assert told.code == "another-run"
     assert re.search(named, told.problem)
 
 
@@ -375,7 +375,7 @@ def test_a_state_that_is_not_json_names_its_callback(strategies, tmp_path):
     listing = Listing()
     listing.seen = [{1}]
     told = refusal(lambda: fit(make(strategies[1]), tmp_path, listing))
-    assert (told.where, told.code) == ("Listing.get_state", "not-json")
+    assert (told.where, told.code) == ("Listing.get_state", "not-saveable")
 
 
 def test_names_of_a_saved_model_hide_control_characters(strategies):

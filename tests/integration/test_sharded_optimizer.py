@@ -64,7 +64,7 @@ def test_settings_that_prevent_sharding_are_refused(job, optimizer, others, name
     model.compile(optimizer(), "mse")
     variables, callbacks = model.trainable_variables, others.get("callbacks")
     told = refusal(lambda: building.shards(model.optimizer, variables, job, callbacks=callbacks))
-    assert told.code == "not-sharded"
+    assert told.code == "unsupported"
     assert named in told.problem
 
 

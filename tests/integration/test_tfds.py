@@ -127,7 +127,7 @@ def test_unknown_datasets_and_splits_are_a_one_line_error(data_dir):
 def test_a_dataset_without_a_supervised_pair_asks_for_convert(tmp_path):
     with tensorflow_datasets.testing.mock_data(num_examples=12, data_dir=str(tmp_path)):
         told = refusal(lambda: tfds.from_tfds("coco/2017", "train"))
-    assert told.code == "no-supervised-pair"
+    assert told.code == "unsupported-data"
 
 
 IN_A_FRESH_PROCESS = """

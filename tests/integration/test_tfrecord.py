@@ -152,7 +152,7 @@ def test_examples_without_a_fixed_form_are_refused(files):
 
     path = files / "part-0.tfrecord"
     told = refusal(lambda: TFRecordSource(path, ragged, cache_dir=files / "cache"))
-    assert told.code == "not-dense"
+    assert told.code == "unsupported-data"
 
 
 def give_away(path, monkeypatch):

@@ -9,7 +9,7 @@ from tfdist.checkpoint.backup import (
     DEFAULT_MTBF_S,
     FIRST_S,
     MOST_COST,
-    AutoInterval,
+    BackupAndRestore,
     interval_for,
 )
 
@@ -38,13 +38,11 @@ def test_saving_never_costs_more_than_its_bound():
         assert save_s <= MOST_COST * (1 + 1e-9) * (interval_for(save_s, mtbf_s) + save_s)
 
 
-def test_the_interval_follows_the_cost_of_saves():
-    auto = AutoInterval(mtbf_s=3600.0)
-    assert auto.interval_s == FIRST_S
-    auto.saved(blocked_s=0.1)
-    assert auto.interval_s == interval_for(0.1, 3600.0)
-    auto.saved(blocked_s=0.3)
-    assert auto.interval_s == interval_for(0.2, 3600.0)
-    of_a_day = AutoInterval()
-    of_a_day.saved(blocked_s=0.1)
-    assert of_a_day.interval_s == interval_for(0.1, DEFAULT_MTBF_S)
+def test_the_interval_follows_the_cost_of_saves(tmp_path):
+    backup = BackupAndRestore(tmp_path, "auto", mtbf_s=3600.0)
+    assert backup._every_s == FIRST_S
+    backup._choose_interval(0.1, mtbf_s=3600.0)
+    assert backup._every_s == interval_for(0.1, 3600.0)
+    backup._choose_interval(0.3, mtbf_s=3600.0)
+    assert backup._every_s == interval_for(0.2, 3600.0)
+    assert BackupAndRestore(tmp_path, "auto")._mtbf_s == DEFAULT_MTBF_S

@@ -175,24 +175,24 @@ def test_tasks_with_different_calls_get_both_calls(tasks, call):
     assert all("but" in str(error) or "different" in str(error) for error in errors)
 
 
-ALONE = {
-    ("all_reduce op", "unknown-value"): lambda: tfdist.all_reduce(1, "max"),
-    ("all_reduce", "collective-type"): lambda: tfdist.all_reduce(True),
-    ("reduce", "collective-type"): lambda: tfdist.reduce([1, 2], "mean"),
-    ("gather", "collective-type"): lambda: tfdist.gather(np.array([object()])),
-    ("all_gather", "collective-type"): lambda: tfdist.all_gather({"a": np.array([1, None])}),
-    ("scatter", "broadcast-value"): lambda: tfdist.scatter(np.array([[1, None]])),
-    ("scatter", "scatter-shape"): lambda: tfdist.scatter(np.zeros((2, 3))),
-    ("reduce root", "unknown-task"): lambda: tfdist.reduce(1.0, root=5),
-    ("broadcast root", "unknown-task"): lambda: tfdist.broadcast(1, root=1),
-    ("broadcast", "broadcast-key"): lambda: tfdist.broadcast({0: 1.0}),
-    ("broadcast", "broadcast-value"): lambda: tfdist.broadcast(b"ab"),
-}
+ALONE = [
+    ("all_reduce op", "unknown-value", lambda: tfdist.all_reduce(1, "max")),
+    ("all_reduce", "collective-type", lambda: tfdist.all_reduce(True)),
+    ("reduce", "collective-type", lambda: tfdist.reduce([1, 2], "mean")),
+    ("gather", "collective-type", lambda: tfdist.gather(np.array([object()]))),
+    ("all_gather", "collective-type", lambda: tfdist.all_gather({"a": np.array([1, None])})),
+    ("scatter", "collective-type", lambda: tfdist.scatter(np.array([[1, None]]))),
+    ("scatter", "shapes-differ", lambda: tfdist.scatter(np.zeros((2, 3)))),
+    ("reduce root", "out-of-range", lambda: tfdist.reduce(1.0, root=5)),
+    ("broadcast root", "out-of-range", lambda: tfdist.broadcast(1, root=1)),
+    ("broadcast", "collective-type", lambda: tfdist.broadcast({0: 1.0})),
+    ("broadcast", "collective-type", lambda: tfdist.broadcast(b"ab")),
+]
 
 
-@pytest.mark.parametrize(("where", "code"), ALONE)
-def test_an_unsendable_value_is_refused_in_one_process(where, code):
-    error = refusal(ALONE[where, code])
+@pytest.mark.parametrize(("where", "code", "call"), ALONE)
+def test_an_unsendable_value_is_refused_in_one_process(where, code, call):
+    error = refusal(call)
     assert (error.where, error.code) == (where, code)
 
 

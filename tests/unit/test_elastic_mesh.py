@@ -305,7 +305,7 @@ def test_unauthenticated_connections_do_not_become_members():
 def test_a_port_in_use_is_a_refusal():
     with hold_ports(1)[0] as port, listen(split_address(port.address)[1]):
         where, code = refused(lambda: HostLinks(1, {1: port.address}))
-        assert (where, code) == ("worker-1", "port-in-use")
+        assert (where, code) == ("worker-1", "port-taken")
 
 
 def test_a_member_that_cannot_be_reached_is_named(monkeypatch):
@@ -436,7 +436,7 @@ def test_callback_states_survive_a_chief_lost_while_sharing():
         succession.share([state], epoch=3, step=7, has_news=True)
         assert succession.shared == earlier
         assert succession.is_due
-        mesh.stop("no member is left")
+        mesh.close()
         with pytest.raises(PeerLost):
             succession.share([state], epoch=3, step=7, has_news=True)
         return "done"

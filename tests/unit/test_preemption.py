@@ -6,14 +6,15 @@ import os
 import pickle
 import queue
 import re
-import select
 import signal
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
 from tests.processes import python, until
 from tfdist.errors import Stopped
+from tfdist.training import stop_requests
 from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
 
 DEADLINE_S = 60.0
@@ -35,12 +36,11 @@ def test_a_signal_is_heard_and_answered_by_stopped(signum):
         raise stopped  # or the signal would come again
 
 
-def test_a_second_signal_ends_the_process_unless_repeated():
+def test_a_second_signal_ends_the_process_unless_repeated(monkeypatch):
     times, codes = iter([0.0, 0.05, 5.0]), queue.SimpleQueue[int]()
-    with (
-        contextlib.suppress(Stopped),
-        StopRequests(clock=lambda: next(times), end=codes.put) as requests,
-    ):
+    monkeypatch.setattr(stop_requests, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(os, "_exit", codes.put)
+    with contextlib.suppress(Stopped), StopRequests() as requests:
         signal.raise_signal(signal.SIGTERM)
         wait_until(lambda: requests.signum is not None)
         signal.raise_signal(signal.SIGTERM)
@@ -87,25 +87,11 @@ def test_an_unanswered_signal_reaches_the_earlier_handler():
         signal.raise_signal(signal.SIGINT)
 
 
-def test_handlers_and_the_wakeup_descriptor_are_given_back():
-    read_fd, write_fd = os.pipe2(os.O_NONBLOCK)
-    before_fd = signal.set_wakeup_fd(write_fd)
+def test_handlers_are_given_back():
     before = [signal.getsignal(signum) for signum in SIGNALS]
-    try:
-        with StopRequests() as requests:
-            signal.raise_signal(signal.SIGWINCH)  # not ours, and not handled by Python
-            old = signal.signal(signal.SIGUSR2, lambda *_: None)
-            signal.raise_signal(signal.SIGUSR2)  # its number goes on to whoever listened
-            assert select.select([read_fd], [], [], DEADLINE_S)[0]
-            assert os.read(read_fd, 64) == bytes([signal.SIGUSR2])
-            signal.signal(signal.SIGUSR2, old)
-        assert requests.signum is None
-        assert [signal.getsignal(signum) for signum in SIGNALS] == before
-        assert signal.set_wakeup_fd(before_fd) == write_fd
-    finally:
-        signal.set_wakeup_fd(before_fd)
-        os.close(read_fd)
-        os.close(write_fd)
+    with StopRequests():
+        assert [signal.getsignal(signum) for signum in SIGNALS] != before
+    assert [signal.getsignal(signum) for signum in SIGNALS] == before
 
 
 def test_a_signal_ignored_at_the_start_stays_ignored():
@@ -120,7 +106,7 @@ def test_a_signal_ignored_at_the_start_stays_ignored():
 
 
 BEGIN = """
-import hashlib, itertools, os, signal, threading, time, warnings
+import os, signal, time, warnings
 from tfdist.errors import TfdistError
 from tfdist.training.stop_requests import StopRequests
 """
@@ -136,22 +122,6 @@ PROGRAMS = {
         """,
         -signal.SIGTERM,
         r"SIGTERM while stopping: checkpoint of step 7: No space left on device\n",
-    ),
-    "it is heard while the main thread is in a call that runs no Python": (
-        """
-        moments = itertools.count()
-        requests = StopRequests(clock=lambda: next(moments))
-        def ask_twice():
-            os.kill(os.getpid(), signal.SIGTERM)
-            while requests.signum is None:
-                threading.Event().wait(0.01)
-            os.kill(os.getpid(), signal.SIGTERM)
-        with requests:
-            threading.Thread(target=ask_twice).start()
-            hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes, without Python's lock
-        """,
-        143,
-        "(?s).*ended at once.*",
     ),
     "a forked child answers signals as before and does not tell its parent": (
         """

@@ -102,10 +102,10 @@ CALLS = {
     (virtual_epochs, "VirtualEpochs: checkpoints", "not-an-int"): [
         {"total_examples": 10, "checkpoints": 0},
     ],
-    (virtual_epochs, "VirtualEpochs", "too-many-checkpoints"): [
+    (virtual_epochs, "VirtualEpochs", "out-of-range"): [
         {"total_examples": 10, "checkpoints": 11},
     ],
-    (best, "BackupAndRestore: mode", "unknown-direction"): [
+    (best, "BackupAndRestore: mode", "unknown-value"): [
         *(("reward", "auto"), ("loss_accuracy", "least")),
     ],
     (three_stages, "stages", "too-many-stages"): [[True, True], [True, False, True]],

@@ -170,19 +170,6 @@ def test_a_worker_that_ends_within_a_sum_is_named():
         assert failed.result(DEADLINE_S).startswith("lost worker-1")
 
 
-def test_a_stopping_worker_sends_its_reason(monkeypatch):
-    one, other = ring_of(2)
-    stop, fail = one.stop, lambda _: failure_of(other, np.ones(3), of="a step")
-    at, failed = at_once(lambda call, word: call(word), (stop, fail), ("no more", ""))
-    assert at == "sum 0 of the run, a step [('float64', (3,))]"
-    assert (other.stopped, failed) == ("no more", "worker-0 stopped: no more")
-    both = ring_of(2)
-    assert at_once(Ring.stop, both, ("this", "that")) == ["that", "this"]
-    monkeypatch.setattr("tfdist.strategy.ring._ANSWER_S", 0.0)
-    alone, _ = ring_of(2)
-    assert alone.stop("of no answer") == ""
-
-
 def test_an_interrupted_sum_is_the_last_one(monkeypatch):
     one, other = ring_of(2)
 
@@ -237,7 +224,7 @@ def test_a_forked_process_does_not_keep_the_connection():
     ],
 )
 def test_only_errors_from_a_lost_peer_name_it(kind, text, raised):
-    ring = types.SimpleNamespace(lost="lost worker-1: reset", differs=None, stopped="")
+    ring = types.SimpleNamespace(lost="lost worker-1: reset", differs=None)
     with pytest.raises(raised), naming_lost_peer(types.SimpleNamespace(ring=ring, name="w")):
         raise kind(None, None, text)
 

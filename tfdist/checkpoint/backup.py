@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     """States of the callbacks in the checkpoint that `saved` found (chief only)."""
 
     @without_renamed("BackupAndRestore")
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         backup_dir: str | os.PathLike[str] | None = None,
         save_freq: int | str = "epoch",
@@ -117,7 +117,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         best: str | None = None,
         mode: str = "auto",
         exact: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         name = "BackupAndRestore: save_freq"
@@ -156,7 +155,6 @@ class BackupAndRestore(keras.callbacks.Callback):
             fix="leave it out, and delete the directory after the job",
             code="unsupported",
         )
-        self._auto = AutoInterval(mtbf_s=mtbf_s) if save_freq == "auto" else None
         if backup_dir is None:
             backup_dir = _next_directory()
         keep = require_int("BackupAndRestore: keep", keep, least=1, fix="pass keep=3")
@@ -172,10 +170,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.best = best
         self.publisher: PublishModel | None = None
         self._every_steps = None if isinstance(save_freq, str) else save_freq
-        self._every_s = every_s
+        self._every_s = FIRST_S if save_freq == "auto" else every_s
+        self._mtbf_s = (mtbf_s or DEFAULT_MTBF_S) if save_freq == "auto" else None
+        self._save_s: float | None = None
         self._best = Best(best, mode)
-        self._clock = clock
-        self._saved_at = clock()
+        self._saved_at = time.monotonic()
         self._saved_run: RunState | None = None
         self._last_save = self._lost_save = (-1, False)  # step, and whether it was the best
         self._found_step: int | None = None
@@ -192,8 +191,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def due(self) -> bool:
         """Return True if the interval in seconds is over and no write is running (chief only)."""
-        every_s = self._auto.interval_s if self._auto else self._every_s
-        if every_s is None or self._clock() - self._saved_at < every_s:
+        if self._every_s is None or time.monotonic() - self._saved_at < self._every_s:
             return False
         return self._written is None or self._written.done()
 
@@ -240,12 +238,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         best = self._best.improved or self._lost_save == (run.step, True)
         if run == self._saved_run and not best:
             return
-        began_s = self._clock()
+        began_s = time.monotonic()
         if job.is_chief:
             self.wait()  # before copying, so that memory never holds two copies
             self.prepare()
         arrays = model_state.capture(model, job)
-        self._saved_at = self._clock()
+        self._saved_at = time.monotonic()
         self._saved_run, self._last_save, self._lost_save = run, (run.step, best), (-1, False)
         self._best.epoch_begins()
         if not job.is_chief:
@@ -263,9 +261,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written = self._writer.submit(self._write, run.step, arrays, meta=meta, best=best)
         self._writer.shutdown(wait=False)  # the thread exits after the write
-        if self._auto:
-            self._auto.saved(blocked_s=self._clock() - began_s)
-            _LOG.info("%s: next save in %.3g s", self.store.directory, self._auto.interval_s)
+        if self._mtbf_s is not None:
+            self._choose_interval(time.monotonic() - began_s, mtbf_s=self._mtbf_s)
+
+    def _choose_interval(self, blocked_s: float, *, mtbf_s: float) -> None:
+        """Compute the next interval after a save that blocked the training for `blocked_s`."""
+        self._save_s = blocked_s if self._save_s is None else (self._save_s + blocked_s) / 2
+        self._every_s = interval_for(self._save_s, mtbf_s)
+        _LOG.info("%s: next save in %.3g s", self.store.directory, self._every_s)
 
     def _write(self, step: int, arrays: Any, *, meta: Mapping[str, Any], best: bool) -> Path:
         path = self.store.write(step, arrays, meta=meta, best=best)
@@ -336,8 +339,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.prepare()
         if self.remote:
             self.remote.resume()
-        if self._auto:
-            self._saved_at = self._clock()
+        if self._mtbf_s is not None:
+            self._saved_at = time.monotonic()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._best.epoch_begins()
@@ -433,9 +436,7 @@ def _of_all_tasks(checkpoint: Checkpoint) -> dict[str, Any]:
 # Frequent saves cost time, rare saves lose work. A save blocks the training for `save_s`, and
 # failures are `mtbf_s` apart on average. The best interval is about ``sqrt(2 save_s mtbf_s)``
 # (Young, "A first order approximation to the optimum checkpoint interval", Communications of the
-# ACM 17 (9), 1974). `daly` returns a more exact value (Daly, "A higher order estimate of the
-# optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22 (3), 2006).
-# Both formulas assume independent failures at a constant rate.
+# ACM 17 (9), 1974). The formula assumes independent failures at a constant rate.
 
 
 MOST_COST = 0.01
@@ -444,45 +445,16 @@ FIRST_S = 60.0
 """Seconds until the first save. Its cost is still unknown."""
 DEFAULT_MTBF_S = 86_400.0
 """Mean time between failures by default: a day."""
-_NEWEST = 0.5
-
-
-def daly(save_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval, in seconds of training between two saves."""
-    if save_s >= 2 * mtbf_s:
-        return mtbf_s
-    part = save_s / (2 * mtbf_s)
-    young_s = math.sqrt(2 * save_s * mtbf_s)
-    return young_s * (1 + math.sqrt(part) / 3 + part / 9) - save_s
 
 
 def interval_for(save_s: float, mtbf_s: float) -> float:
-    """Return Daly's interval in seconds, or a longer interval to limit the cost to `MOST_COST`.
+    """Return Young's interval in seconds, or a longer interval to limit the cost to `MOST_COST`.
 
     Args:
       save_s: Seconds for which a save blocks the training, at least 0.
       mtbf_s: Mean time between failures in seconds, above 0.
     """
-    return max(daly(save_s, mtbf_s), save_s * (1 / MOST_COST - 1))
-
-
-class AutoInterval:
-    """Save interval of one run, computed again after each save (chief only).
-
-    Attributes:
-      interval_s: Seconds between two saves, counted from the copy of the state.
-    """
-
-    def __init__(self, *, mtbf_s: float | None = None) -> None:
-        self.interval_s = FIRST_S
-        self._mtbf_s = DEFAULT_MTBF_S if mtbf_s is None else mtbf_s
-        self._save_s: float | None = None
-
-    def saved(self, *, blocked_s: float) -> None:
-        """Compute the next interval after a save that blocked the training for `blocked_s`."""
-        before = blocked_s if self._save_s is None else self._save_s
-        self._save_s = before + _NEWEST * (blocked_s - before)
-        self.interval_s = interval_for(self._save_s, self._mtbf_s)
+    return max(math.sqrt(2 * save_s * mtbf_s), save_s * (1 / MOST_COST - 1))
 
 
 # Selection of the best checkpoint by a metric, from epoch logs or an evaluator's lines.
@@ -576,7 +548,7 @@ def less_is_better(name: str, mode: str, *, where: str) -> bool:
         where,
         f"mode={mode!r} does not tell if lower values of {name!r} are better",
         fix='pass mode="min" if lower values are better, else mode="max"',
-        code="unknown-direction",
+        code="unknown-value",
     )
 
 

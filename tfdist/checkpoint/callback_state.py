@@ -56,7 +56,7 @@ def get_states(callbacks: Sequence[Any]) -> dict[str, Any]:
                 f"{name.partition('-')[0]}.get_state",
                 f"JSON cannot hold the state ({error})",
                 fix="return only numbers, strings, lists, arrays, and dicts with these values",
-                code="not-json",
+                code="not-saveable",
             ) from error
         if state is not None:
             states[name] = state

@@ -139,7 +139,7 @@ def read_manifest(directory: Path) -> Manifest:
                 f"the checkpoint has format version {body['version']}, but this tfdist reads only "
                 f"versions up to {VERSION}",
                 fix="use the version of tfdist that wrote the checkpoint, or a later version",
-                code="newer-format",
+                code="version",
             )
         if checksum != _checksum(body):
             raise Damaged(f"{MANIFEST} does not match its checksum")
@@ -257,7 +257,7 @@ def _write_shard(path: Path, arrays: Mapping[str, Any]) -> tuple[dict[str, Any],
                 f"checkpoint: array {name!r}",
                 f"a checkpoint holds numbers and booleans, not dtype {array.dtype}",
                 fix="keep strings and objects in the metadata, as JSON",
-                code="unsupported-dtype",
+                code="not-saveable",
             )
             padding = bytes(-size_bytes % _ALIGNMENT_BYTES)
             for piece in (memoryview(padding), raw_bytes(array)):

@@ -179,7 +179,7 @@ def require_same_variables(
         where,
         f"the checkpoint belongs to another model: {_summary(differences)}",
         fix=_ANOTHER,
-        code="another-model",
+        code="another-run",
     )
 
 
@@ -213,7 +213,7 @@ def require_same_configuration(
         where,
         f"the checkpoint belongs to another configuration: {_summary(differences)}",
         fix=_ANOTHER,
-        code="another-configuration",
+        code="another-run",
     )
 
 

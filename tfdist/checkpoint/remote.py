@@ -50,7 +50,7 @@ def opened(url: str) -> tuple[Any, str]:
         system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
     except (ImportError, ValueError) as error:
         fix = "install the package of this protocol, such as s3fs or gcsfs, or correct the URL"
-        raise UsageError(url, str(error).rstrip("."), fix=fix, code="unknown-protocol") from None
+        raise UsageError(url, str(error).rstrip("."), fix=fix, code="unknown-value") from None
     return system, root.rstrip("/")
 
 

@@ -152,7 +152,7 @@ def _checked(
                 f"weights in {path}",
                 problem,
                 fix="give the layers their names in the file, or select layers with layers=[...]",
-                code="another-model",
+                code="another-run",
             )
     if skipped:
         _LOG.warning("%s: no weights of the same shape for %s", path, named(skipped))
@@ -177,7 +177,7 @@ def loading(path: str | os.PathLike[str]) -> Iterator[None]:
             f"Keras cannot load the file ({type(error).__name__}: {said:.200})",
             fix="save the model again. If it has custom classes, load it in the program that "
             "defines them",
-            code="not-loadable",
+            code="unreadable",
         ) from error
 
 
@@ -235,5 +235,5 @@ def _unreadable(path: str, problem: str) -> UsageError:
         f"weights in {path}",
         problem,
         fix="pass a .keras file, a .weights.h5 file, or a directory of BackupAndRestore",
-        code="no-weights",
+        code="unreadable",
     )

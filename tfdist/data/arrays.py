@@ -21,9 +21,6 @@ from tfdist.data.source import GraphSource, Nest, Transform
 from tfdist.errors import UsageError, require
 from tfdist.renamed import without_renamed
 
-MEMORY_LIMIT_BYTES = 2**31
-"""Largest sum of arrays in memory under ps. A message to a worker is limited to 2 GiB."""
-
 
 class ArraySource(GraphSource):
     """Arrays `[num_examples, ...]`, with the same arguments as `keras.Model.fit`.
@@ -60,19 +57,6 @@ class ArraySource(GraphSource):
         self._present = [column for column in tf.nest.flatten(self._columns) if column is not None]
         self.element_spec = _map_present(lambda column: column.spec, self._columns)
 
-    def require_sendable(self) -> None:
-        """Raise `UsageError` if the arrays in memory are too large to send to ps workers."""
-        size_bytes = sum(column.size_bytes for column in self._present if column.file is None)
-        require(
-            size_bytes <= MEMORY_LIMIT_BYTES,
-            "data under the ps strategy",
-            f"{size_bytes / 1e9:,.2f} GB of arrays in memory exceed the "
-            f"{MEMORY_LIMIT_BYTES / 1e9:,.2f} GB that the chief can send to workers",
-            fix="save them with np.save on each worker's disk, and pass "
-            "np.load(file, mmap_mode='r')",
-            code="too-large",
-        )
-
     @tf.autograph.experimental.do_not_convert
     def gather(self, indices: tf.Tensor, *, arrays: Nest = None) -> Nest:
         """Return the examples at `indices`: int64[b] -> nest of [b, ...]."""
@@ -101,12 +85,6 @@ class _Column:
     spec: tf.TensorSpec
     tensor: tf.Tensor | None = None
     file: MappedFile | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        array: Any = self.file or self.tensor
-        item_bytes = 16 if array.dtype == tf.string else array.dtype.size  # a string handle
-        return math.prod(array.shape) * item_bytes
 
     def held(self) -> tf.Tensor:
         """Return the eager tensor of this process, created at the first call."""
@@ -166,7 +144,7 @@ def _common_length(columns: dict[str, Nest]) -> int:
         "data",
         f"the arrays are empty or differ in their numbers of examples: {found}",
         fix="pass arrays with the same number of examples",
-        code="lengths-differ",
+        code="shapes-differ",
     )
     return lengths.pop()
 
@@ -191,7 +169,7 @@ def _as_column(value: Any, *, where: str) -> Any:
             where,
             f"the {type(value).__name__} {str(value)[:60]!r} is not an array of examples",
             fix="convert it with np.asarray(...), with an entry for each example",
-            code="not-an-array",
+            code="unsupported-data",
         )
     return array
 
@@ -209,7 +187,7 @@ def require_dense(value: Any, *, where: str) -> None:
             where,
             f"tfdist cannot read a {type(value).__name__}, because its rows have no fixed size",
             fix="pass .toarray() or .to_tensor(), or a tf.data.Dataset of batches",
-            code="not-dense",
+            code="unsupported-data",
         )
 
 

@@ -174,33 +174,17 @@ class Normalization(_Own):
     invert: bool = False
 
     def __post_init__(self) -> None:
+        mean, variance = self._statistics()  # NaN for None
+        has_shape = mean.shape == variance.shape and mean.ndim <= (self.axis == -1)
         require(
-            self.axis in (-1, None),
-            "Normalization: axis",
-            f"{self.axis!r} is neither -1 nor None",
-            fix="use axis=-1, which has a mean and a variance of each channel",
-            code="unknown-value",
-        )
-        require(
-            self.mean is not None and self.variance is not None,
+            has_shape
+            and self.axis in (-1, None)
+            and np.isfinite(mean).all()
+            and (variance > 0).all(),
             "Normalization",
-            "the mean or the variance is missing, and a transform has no adapt()",
-            fix="pass mean= and variance=, for example of an adapted keras.layers.Normalization",
-            code="missing-statistics",
-        )
-        mean, variance = self._statistics()
-        require(
-            mean.shape == variance.shape and mean.ndim <= (self.axis is not None),
-            "Normalization",
-            f"mean has shape {mean.shape} and variance {variance.shape} for axis={self.axis}",
-            fix="give a number for both, or set axis=-1 and give both a number for each channel",
-            code="shapes-differ",
-        )
-        require(
-            variance.size and variance.min() > 0,
-            "Normalization: variance",
-            f"{self.variance} is not positive",
-            fix="give the variance in the squared units of the stored pixels",
+            f"axis={self.axis}, mean={self.mean} and variance={self.variance} do not fit together",
+            fix="pass a mean and a positive variance: with axis=-1 a list for the channels, else "
+            "a number",
             code="out-of-range",
         )
 
@@ -264,7 +248,7 @@ class Compose:
                 "tensor [batch, height, width, channels]",
                 fix="name the images with key= if the model has several inputs, or add a channel "
                 "axis",
-                code="not-images",
+                code="unsupported-data",
             )
         return images
 

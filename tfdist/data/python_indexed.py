@@ -77,7 +77,7 @@ class PyDatasetSource(Source):
             type(dataset).__name__,
             "the PyDataset has no batches",
             fix="check __len__ (or num_batches) of the PyDataset",
-            code="no-examples",
+            code="no-data",
         )
         self.element_spec = None
         first = [self.fetch_batch(index) for index in range(min(2, self.num_batches or 2))]
@@ -103,15 +103,6 @@ class PyDatasetSource(Source):
         batch = _without_lists(tuple(batch) if isinstance(batch, list) else batch)
         if isinstance(batch, np.ndarray):
             batch = (batch,)
-        if not isinstance(batch, dict | tuple) or (
-            isinstance(batch, tuple) and len(batch) not in (1, 2, 3)
-        ):
-            raise UsageError(
-                where,
-                f"the item is a {type(batch).__name__}, not a tuple of 1 to 3 parts or a dict",
-                fix="return (x,), (x, y), (x, y, sample_weight) or a dict of arrays",
-                code="not-a-batch",
-            )
         batch = tf.nest.map_structure(functools.partial(_as_array, where=where), batch)
         if self.element_spec is not None:
             _require_structure(batch, self.element_spec, where=where)
@@ -122,7 +113,7 @@ class PyDatasetSource(Source):
                         where,
                         "the batch has no examples",
                         fix="leave the empty batch out of __len__ (or num_batches)",
-                        code="no-examples",
+                        code="no-data",
                     )
                     _require_type(leaf, _numpy_dtype(spec), where=where)
         return batch
@@ -140,7 +131,7 @@ class PyDatasetSource(Source):
             type(self._dataset).__name__,
             f"on_epoch_end changes the number of batches from {before} to {self.num_batches}",
             fix="keep the number of batches, or call fit once for each number",
-            code="lengths-differ",
+            code="shapes-differ",
         )
 
 
@@ -210,7 +201,7 @@ def _require_structure(nest: Nest, first: Nest, *, where: str) -> None:
             where,
             f"the parts are {parts[0]}, but the first item has {parts[1]}",
             fix="return the same parts for each index",
-            code="structures-differ",
+            code="shapes-differ",
         ) from None
 
 
@@ -224,5 +215,5 @@ def _require_type(array: np.ndarray[Any, Any], dtype: Any, *, where: str) -> Non
         f"the numbers are {array.dtype} and do not fit into {np.dtype(dtype)}, the type of the "
         "first item",
         fix="convert all items to the same type, for example with np.float32(...)",
-        code="types-differ",
+        code="shapes-differ",
     )

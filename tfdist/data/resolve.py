@@ -70,8 +70,6 @@ def check_supported(source: Source, kind: Kind) -> None:
         )
     if not kind.has_servers:
         return
-    if isinstance(source, ArraySource):
-        source.require_sendable()
     operation, holds = None, False
     if isinstance(source, StreamSource | InputFunctionSource):
         dataset = source.dataset_for()
@@ -87,7 +85,7 @@ def check_supported(source: Source, kind: Kind) -> None:
         f"{source.kind} uses a variable or a table of the chief (for example a layer with weights "
         "or a lookup), which workers cannot read",
         fix="move the layer into the model, or apply it to the data before training",
-        code="variables-under-ps",
+        code="unsupported-data",
     )
     require(
         operation is None and not isinstance(source, PythonSource | PyDatasetSource),
@@ -96,7 +94,7 @@ def check_supported(source: Source, kind: Kind) -> None:
         "workers cannot run",
         fix="pass arrays (np.memmap if memory is too small) or a tf.data.Dataset without Python "
         "code, or use multiworker",
-        code="python-under-ps",
+        code="unsupported-data",
     )
 
 

@@ -184,7 +184,7 @@ def _of_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
                 "tf.data.Dataset",
                 f"the elements {dataset.element_spec} are not batches, because a part is a scalar",
                 fix="end the dataset with .batch(global_batch_size)",
-                code="not-batched",
+                code="unsupported-data",
             )
     return dataset
 

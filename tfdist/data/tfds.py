@@ -126,7 +126,7 @@ def _supervised_pair(builder: Any) -> Callable[[dict[str, Any]], Nest]:
             "the dataset has no supervised pair, so tfdist cannot tell inputs from targets",
             fix="pass convert=lambda example: (x, y), made from the features "
             f"{', '.join(builder.info.features)}",
-            code="no-supervised-pair",
+            code="unsupported-data",
         )
 
     def pick(example: dict[str, Any]) -> Nest:

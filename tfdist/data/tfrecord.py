@@ -232,7 +232,7 @@ def _parsed_spec(parse: Callable[[tf.Tensor], Nest]) -> Nest:
                 "TFRecordSource",
                 f"parse returns {spec}, not dense tensors with a batch axis",
                 fix="parse with FixedLenFeature, or call to_dense() and ensure_shape()",
-                code="not-dense",
+                code="unsupported-data",
             )
         return tf.TensorSpec(spec.shape[1:], spec.dtype)
 

@@ -37,8 +37,8 @@ from tfdist.training.keras_compat import (
     random_key,
     tracing,
 )
+from tfdist.training.keras_compat.metrics import require_sums
 from tfdist.training.keras_compat.reduction import no_sum_in_a_step, summed_rows
-from tfdist.training.metric_totals import require_sums
 from tfdist.training.program import (
     LoopState,
     StepProgram,
@@ -267,7 +267,7 @@ class _Shards:
     """The two compiled functions of a program."""
 
     def __init__(self, program: StepProgram, job: Job) -> None:
-        require_sums(program)
+        require_sums(program.keras_metrics)
         self._program, self._job = program, job
         self._layout = _Layout()
         self._compute: Any = compiled(self._part)

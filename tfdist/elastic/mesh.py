@@ -89,7 +89,6 @@ class Mesh(Members):
         self.lost = ""
         """Reason why the mesh is closed, or ""."""
         self.differs: tuple[str, str] | None = None
-        self.stopped = ""
         self._announced = 0
         self._go: tuple[dict[str, Any], list[int]] | None = None
         self._peers: dict[int, socket.socket] = {}
@@ -324,11 +323,6 @@ class Mesh(Members):
             (size,) = next(flat)
             found.append(list(itertools.islice(flat, int(size))))
         return found
-
-    def stop(self, reason: str) -> str:
-        """Leave the job's operations."""
-        self._leave(reason)
-        return ""
 
     def close(self) -> None:
         """Close all connections."""

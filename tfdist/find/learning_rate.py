@@ -90,7 +90,6 @@ def find_learning_rate(  # noqa: D417, PLR0913
         x, y, sample_weight, job=job, length=length, shuffle=True, seed=seed, model=model
     )
     building.build(model, job, feed)
-    building.require_known_variables(model)
     rates: list[float] = np.geomspace(lowest, highest, steps).tolist()
     engine = engine_class(job)(job)
     program = program_of(model, job, "train_step", feed, seed=seed)

@@ -1,7 +1,7 @@
 """`--probe`: run a program briefly under each strategy, and name the fastest strategy.
 
 Each job has a scratch run directory. Its first `fit` measures itself and ends the program
-(`tfdist/training/probing.py`).
+(`tfdist/training/metrics_file.py`).
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class LayerGraph:
         }
         for name in names:
             fix = "name the last layer of each stage but the last"
-            require_one_of("cut", name, last, fix=fix, code="unknown-layer")
+            require_one_of("cut", name, last, fix=fix, code="unknown-value")
         return sorted(last[name] for name in names)
 
     def crossing(self, position: int) -> list[Any]:

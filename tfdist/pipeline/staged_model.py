@@ -431,7 +431,7 @@ def _require_stages_compute_it(model: keras.Model) -> None:
         f"model {model.name!r}",
         f"the model overrides {', '.join(own)}, but in a pipeline no task has all outputs",
         fix="train the model with another strategy",
-        code="own-step",
+        code="unsupported",
     )
     for loss in keras.tree.flatten(getattr(model, "loss", None)):
         reduction = getattr(loss, "reduction", "sum_over_batch_size")

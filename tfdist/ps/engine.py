@@ -35,7 +35,7 @@ from tfdist.strategy import Job
 from tfdist.strategy.devices import server_of
 from tfdist.training.feed import Part
 from tfdist.training.keras_compat import adding_in_order, compiled
-from tfdist.training.metric_totals import require_sums
+from tfdist.training.keras_compat.metrics import require_sums
 from tfdist.training.program import Engine, StepProgram, run_replica
 
 _CLOSURE_STEPS = 32
@@ -82,7 +82,7 @@ class ParameterServerEngine(Engine):
                     f"{variable.path} of a metric does not start at 0, so tfdist cannot add up the "
                     "totals of workers",
                     fix="set the metric's variables to 0 in its reset_state",
-                    code="metric-zero",
+                    code="metric",
                 )
         work = self._prepared(program)
         if not self._under_way:
@@ -199,7 +199,7 @@ class ParameterServerEngine(Engine):
 
     def _prepared(self, program: StepProgram, *, outputs: bool = False) -> Work:
         if program not in self._work:
-            require_sums(program)
+            require_sums(program.keras_metrics)
             with self._job.strategy.scope():
                 if program.training and self._clock is None:
                     self._clock = UpdateClock(Connections.of(self._job.strategy).server_devices)

@@ -115,7 +115,7 @@ def scatter(values: Any = None, root: int = 0) -> Any:
                 "scatter",
                 f"an array has the shape {list(array.shape)}, but the job has {count} tasks",
                 fix=f"pass arrays of the shape [{count}, ...]",
-                code="scatter-shape",
+                code="shapes-differ",
             )
     of = _described("scatter", (), "", job, root) if job else ""
     return _decoded(job, text, arrays, root=root, is_root=is_root, of=of, receive=_row_from_root)
@@ -275,7 +275,7 @@ def _require_root(name: str, job: Job | None, root: int) -> None:
         f"{name} root",
         f"there is no task {index} in a job of {count} tasks",
         fix=f"pass an index from 0 to {count - 1}",
-        code="unknown-task",
+        code="out-of-range",
     )
 
 
@@ -442,7 +442,7 @@ def _encoded(name: str, value: Any, arrays: list[_Array]) -> Any:
                 name,
                 f"the key {key!r} of a dict is not text",
                 fix="send a list of pairs, and build the dict from the list",
-                code="broadcast-key",
+                code="collective-type",
             )
         return {key: _encoded(name, item, arrays) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -455,7 +455,7 @@ def _encoded(name: str, value: Any, arrays: list[_Array]) -> Any:
         name,
         f"tfdist cannot send a {type(value).__name__}{' with fields' * bool(array.dtype.names)}",
         fix="send its content as numbers, text, lists, dicts and arrays of numbers or text",
-        code="broadcast-value",
+        code="collective-type",
     )
     if isinstance(value, np.generic) and array.dtype.kind in "biuf":
         return value.item()

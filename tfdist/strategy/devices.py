@@ -13,7 +13,6 @@ from tfdist.errors import require
 
 _LOG = logging.getLogger(__name__)
 _LOGICAL_CPUS_PER_CORE = 4
-_PIECE_BYTES = 2**20
 
 
 def require_unused_runtime() -> None:
@@ -59,18 +58,6 @@ def grow_gpu_memory() -> None:
     for gpu in tf.config.list_physical_devices("GPU"):
         if not tf.config.get_logical_device_configuration(gpu):
             tf.config.experimental.set_memory_growth(gpu, True)
-
-
-def send_in_large_pieces() -> None:
-    """Let collectives on CPUs send pieces of 1 MiB instead of 4 KiB.
-
-    TensorFlow 2.21 has no public setting for the size of a piece
-    (``recv_buf_max_chunk`` in tensorflow/core/protobuf/config.proto).
-    """
-    context = tf_context.context()
-    config = context._config or tf.compat.v1.ConfigProto()
-    config.experimental.recv_buf_max_chunk = _PIECE_BYTES
-    context._config = config
 
 
 def logical_devices(kind: str) -> list[str]:

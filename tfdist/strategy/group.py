@@ -70,9 +70,9 @@ MESSAGE_FAILED = "a message from another task did not arrive"
 def naming_lost_peer(job: Job) -> Iterator[None]:
     """Convert a failed collective to an error that names the lost task.
 
-    Raise PeerLost if the neighbour in the ring exited. Raise UsageError if the neighbour runs
-    another sum, or if its data ended. Leave this task's own errors unchanged. Without a ring,
-    raise PeerLost if TensorFlow reports a lost task or the block exceeds the job's timeout.
+    Raise PeerLost if the neighbour in the ring exited, and UsageError if it runs another sum. Leave
+    this task's own errors unchanged. Without a ring, raise PeerLost if TensorFlow reports a lost
+    task or the block exceeds the job's timeout.
     """
     if job.ring is None:
         with _limiting_collectives(job) if job.has_peers else contextlib.nullcontext():
@@ -85,8 +85,6 @@ def naming_lost_peer(job: Job) -> Iterator[None]:
         known = lost in str(error) or MESSAGE_FAILED in str(error) or isinstance(error, _OF_PEERS)
         if not lost or not known:
             raise
-        if job.ring.stopped:
-            raise ends_differ(job.ring.stopped, f"not in {job.name}") from error
         if job.ring.differs:
             theirs, mine = job.ring.differs
             raise UsageError(
@@ -119,16 +117,6 @@ def _limiting_collectives(job: Job) -> Iterator[None]:
         raise PeerLost(f"{job.name}: lost {lost}: {cause.splitlines()[0]}") from error
     finally:
         timer.cancel()
-
-
-def ends_differ(first: str, other: str) -> UsageError:
-    """Return the error for data that end earlier in one task than in another task."""
-    return UsageError(
-        "data",
-        f"{first}, but {other.removeprefix('the data ended ')}",
-        fix="give every task the same files, and a generator that starts again for each pass",
-        code="data-ended",
-    )
 
 
 def require_same_place(job: Job, *, of: str) -> None:
@@ -190,7 +178,7 @@ def rows_of_all_tasks(
             of,
             f"the rows of one batch have the shapes {', '.join(map(str, shapes))} in the tasks",
             fix="pad all batches to the same length, for example with output_sequence_length",
-            code="rows-differ",
+            code="shapes-differ",
         )
     dtype = tf.as_dtype(int(max(kinds))).as_numpy_dtype
     whole = np.zeros((sum(counts), *map(max, sizes)), dtype)

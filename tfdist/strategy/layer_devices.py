@@ -73,7 +73,7 @@ class PlacedStrategy(tf.distribute.OneDeviceStrategy):
                 "placement",
                 f"no layer uses the pattern {pattern!r}{near(pattern, names)}",
                 fix="correct the pattern, or put it before a more general pattern",
-                code="unknown-layer",
+                code="unknown-value",
             )
 
 
@@ -136,7 +136,6 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
         if not tensors or backend.in_stateless_scope():  # shapes are inferred
             return call(layer, *args, **kwargs)
         _require_not_stateful(layer)
-        _require_one_batch(layer, tensors)
         sizes = _sizes(tensors[0], len(place.devices))
         split = {id(tensor): _split(tensor, sizes) for tensor in tensors}
 
@@ -274,13 +273,6 @@ def _require_not_stateful(layer: keras.layers.Layer) -> None:
             raise _refusal(layer, f"its {kind} {inner.name!r} has a state for the whole batch")
 
 
-def _require_one_batch(layer: keras.layers.Layer, tensors: Sequence[tf.Tensor]) -> None:
-    batches = {tensor.shape[0] for tensor in tensors} - {None}
-    if len(batches) > 1:
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
-        raise _refusal(layer, f"its arguments have different batch sizes ({shapes})")
-
-
 def _num_losses(layer: keras.layers.Layer) -> int:
     return sum(len(inner._get_own_losses()) for inner in layer._flatten_layers())
 
@@ -307,7 +299,7 @@ def _refusal(layer: keras.layers.Layer, problem: str) -> UsageError:
         "placement",
         f"layer {layer.name!r} cannot divide its batch over several devices, because {problem}",
         fix=f"place {layer.name!r} on one device, or only its inner layers on several devices",
-        code="divided-layer",
+        code="unsupported",
     )
 
 

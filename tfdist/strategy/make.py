@@ -115,7 +115,7 @@ def make_strategy(  # noqa: PLR0913
         "make_strategy(shards)",
         f"strategy {kind} does not divide a batch into shards",
         fix="use elastic=True, or leave out shards",
-        code="no-elastic",
+        code="unsupported",
     )
     devices.set_threads(options.threads_per_task)
     devices.grow_gpu_memory()
@@ -163,7 +163,7 @@ def _resolve(
             "make_strategy(elastic)",
             f"a job of strategy {kind} cannot continue if a worker is lost",
             fix="use strategy multiworker, or leave out elastic",
-            code="no-elastic",
+            code="unsupported",
         )
         kind = KINDS[kind.elastic_form]
     if config is not None and config.task.type == "evaluator" and kind.has_several_tasks:
@@ -186,7 +186,7 @@ def _resolve(
         "make_strategy(placement)",
         f"strategy {kind} does not support a placement",
         fix="use --strategy single, or leave out placement (a pipeline divides a model by cuts)",
-        code="no-placement",
+        code="unsupported",
     )
     return kind
 
@@ -205,7 +205,7 @@ def _same(made: Job, kind: Kind, placement: Placement | None) -> Job:
         f"strategy={kind.name!r}{' with another placement' * other} conflicts with the {made.kind} "
         "strategy of this process",
         fix="call make_strategy once, and pass its strategy on",
-        code="second-strategy",
+        code="other-strategy",
     )
     return made
 
@@ -259,7 +259,6 @@ def multiworker_job(
     # TensorFlow starts a thread for each collective that sleeps for the whole timeout. The job has
     # one timer instead (`group.naming_lost_peer`).
     communication_options = made(chosen.bytes_per_pack, implementation=chosen.implementation)
-    devices.send_in_large_pieces()
     rendezvous.await_peers(config, timeout_s=timeout_s)
     with (
         rendezvous.last_resort(timeout_s=timeout_s + rendezvous.LATER_S),

@@ -29,8 +29,8 @@ from tfdist.errors import (
     EXIT_PEER_MISSING,
     EXIT_STOPPED,
     StartupTimeout,
-    UsageError,
     named,
+    opening_port,
     require,
 )
 
@@ -139,15 +139,8 @@ def serves(address: str, *, timeout_s: float) -> bool:
 
 def listening(name: str, address: str, *, only_local: bool) -> socket.socket:
     """Return a socket that listens at a task's address."""
-    try:
+    with opening_port(name, address):
         return listen(split_address(address)[1], only_local=only_local)
-    except OSError as error:
-        raise UsageError(
-            name,
-            f"cannot listen on {address}: {error.strerror}",
-            fix="stop the process that uses the port, or give the task another port in TF_CONFIG",
-            code="port-in-use",
-        ) from error
 
 
 @contextlib.contextmanager

@@ -45,8 +45,6 @@ _LOG = logging.getLogger(__name__)
 _OF_BYTES = 120
 # Number of earlier sums, checksum of the sum's description, and the description.
 _HEADER = struct.Struct(f"<QI{_OF_BYTES}s")
-_NO_MORE = 2**64 - 1  # in place of a sum's number: the worker stops
-_ANSWER_S = 10.0
 _BUFFERS_A_CALL = 64
 CALL_S = 1800.0
 """Seconds to wait for a neighbour's call of a public collective, as torch.distributed does."""
@@ -60,12 +58,11 @@ class Members(abc.ABC):
     """Tasks of an elastic job, which take the ring's place (see `tfdist.elastic`).
 
     Attributes:
-      lost, differs, stopped: As in `Ring`.
+      lost, differs: As in `Ring`.
     """
 
     lost: str
     differs: tuple[str, str] | None
-    stopped: str
 
     @abc.abstractmethod
     def sum(self, *arrays: np.ndarray, of: str = "") -> list[np.ndarray]:
@@ -84,10 +81,6 @@ class Members(abc.ABC):
     @abc.abstractmethod
     def absent(self) -> list[int]:
         """Indices of the tasks that are not members now."""
-
-    @abc.abstractmethod
-    def stop(self, reason: str) -> str:
-        """Leave the members."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -120,8 +113,6 @@ class Ring:
         """Reason why the ring is closed, or "". A closed ring cannot run sums."""
         self.differs: tuple[str, str] | None = None
         """Descriptions of the neighbour's sum and of this worker's sum, if they differ."""
-        self.stopped = ""
-        """Reason why the neighbour called `stop`, or ""."""
         for end in ends:
             end.setblocking(False)
         close_in_children(self)
@@ -298,23 +289,6 @@ class Ring:
             phases.set_at_sum(False)
             self._at_work.release()
 
-    def stop(self, reason: str) -> str:
-        """Send the next worker the reason why this worker stops, and close the connections.
-
-        Return the previous worker's current sum, its own reason if it stops too, or "" if it sends
-        no answer within 10 s. The next worker's sum fails, with the reason in `stopped`.
-        """
-        header = _HEADER.pack(_NO_MORE, 0, reason.encode()[:_OF_BYTES])
-        theirs = bytearray(_HEADER.size)
-        into, deadline_s = deque([memoryview(theirs)]), time.monotonic() + _ANSWER_S
-        with contextlib.suppress(ConnectionError), self._at_sum():
-            self._send(deque([memoryview(header)]))  # the header fits into the socket's buffer
-            while into and (left_s := deadline_s - time.monotonic()) > 0:
-                if not self._receive(into):
-                    select.select([self._from_previous], [], [], left_s)
-        self._leave(reason)
-        return "" if into else _in_words(theirs)
-
     def close(self) -> None:
         """Close the connections. The neighbours' next sum fails."""
         self._leave("this worker closed the ring")
@@ -350,9 +324,6 @@ class Ring:
         self._sums += 1
         theirs = bytearray(_HEADER.size)
         self._exchange(deque([memoryview(header)]), deque([memoryview(theirs)]), within_s=within_s)
-        if _HEADER.unpack(theirs)[0] == _NO_MORE:
-            self.stopped = _in_words(theirs)
-            raise ConnectionError(f"{self._previous} stopped: {self.stopped}")
         if theirs != header:
             self.differs = _in_words(theirs), _in_words(header)
             raise ConnectionError(
@@ -498,8 +469,7 @@ def _bounds(size: int, count: int) -> list[int]:
 def _in_words(header: bytes | bytearray) -> str:
     number, _, what = _HEADER.unpack(header)
     cut = "" if what.endswith(b"\0") else "..."
-    text = f"{what.rstrip(bytes(1)).decode(errors='replace')}{cut}"
-    return text if number == _NO_MORE else f"sum {number} of the run, {text}"
+    return f"sum {number} of the run, {what.rstrip(bytes(1)).decode(errors='replace')}{cut}"
 
 
 def views_of(arrays: Sequence[np.ndarray], pieces: Sequence[_Piece]) -> deque[memoryview]:

@@ -26,7 +26,6 @@ from tfdist.strategy.group import require_same_place, sum_over_tasks
 from tfdist.training.keras_compat import compiled
 from tfdist.training.program import Engine, StepProgram, as_number, flat_logs, with_metric_logs
 from tfdist.training.stop_requests import SIGNALS, StopRequests, signal_of
-from tfdist.training.task_agreement import data_ended
 
 _BLOCK_S = 1.0
 _GROWTH = 8
@@ -251,8 +250,6 @@ def naming_bad_data(feed: Any) -> Iterator[None]:
         named = (feed.failure if has_ended else None) or _bad_data(error)
         if named is None:
             raise
-        if isinstance(named, UsageError) and named.code in ("data-ended", "wrong-cardinality"):
-            named = data_ended(feed, named)
         raise named from None
 
 
@@ -263,7 +260,8 @@ def _bad_data(error: tf.errors.OpError) -> UsageError | None:
         return UsageError(
             "data",
             "the dataset ended before the requested step",
-            fix="pass a function to from_generator, so that each pass has a new iterator",
+            fix="pass a function to from_generator, so that each pass has a new iterator. Give "
+            "every task the same number of batches",
             code="data-ended",
         )
     if isinstance(error, tf.errors.FailedPreconditionError) and (found := _LENGTH.search(text)):
@@ -272,7 +270,7 @@ def _bad_data(error: tf.errors.OpError) -> UsageError | None:
             f"a pass over the dataset has {found[2]} batches, but its cardinality is {found[1]}",
             fix="delete the files of its cache or snapshot, which a stopped program may have left "
             "incomplete, or correct tf.data.experimental.assert_cardinality",
-            code="wrong-cardinality",
+            code="data-ended",
         )
     if isinstance(error, tf.errors.InvalidArgumentError) and (found := _BAD_LABEL.search(text)):
         return UsageError(

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.strategy.layer_devices import PlacedStrategy
 from tfdist.strategy.ring import Members
@@ -63,29 +63,26 @@ def _is_placed(job: Job) -> bool:
     return isinstance(job.strategy, PlacedStrategy)
 
 
-def require_compiled_functions(*, doing: str) -> None:
-    """Raise UsageError if `tf.function` runs eagerly, because steps must be compiled."""
-    if tf.config.functions_run_eagerly():
-        raise UsageError(
+def require_compiled_functions(*, doing: str, model: keras.Model | None = None) -> None:
+    """Raise UsageError if `tf.function` or the model runs eagerly: steps must be compiled."""
+    eagerly = {
+        "tf.config.run_functions_eagerly(True)": tf.config.functions_run_eagerly(),
+        "compile(run_eagerly=True)": getattr(model, "run_eagerly", False),
+    }
+    for name, is_set in eagerly.items():
+        require(
+            not is_set,
             f"tfdist.{doing}",
-            "tf.config.run_functions_eagerly(True) is set, but tfdist compiles its steps",
-            fix="call tf.config.run_functions_eagerly(False). To debug a step, use strategy "
-            "single with model.fit, or tf.print",
-            code="eager",
+            f"{name} is set, but tfdist compiles its steps",
+            fix="set it to False. To debug a step, use strategy single with model.fit, or tf.print",
+            code="unsupported",
         )
 
 
 def require_compiled(model: keras.Model, *, doing: str) -> None:
     """Raise Keras' error for a model that is not compiled, UsageError if it runs eagerly."""
     model._assert_compile_called(doing)
-    if getattr(model, "run_eagerly", False):
-        raise UsageError(
-            f"tfdist.{doing}",
-            "the model is compiled with run_eagerly=True, but tfdist compiles its steps",
-            fix="compile with run_eagerly=False. To debug a step, use strategy single with "
-            "model.fit, or tf.print",
-            code="eager",
-        )
+    require_compiled_functions(doing=doing, model=model)
 
 
 def build(model: keras.Model, job: Job, feed: Feed, *, slots: Slots = "whole") -> None:
@@ -148,8 +145,7 @@ def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
     """Build model, metrics and loss with a symbolic call that computes nothing.
 
     Keras makes a symbolic call only under a strategy, with dense symbols of unknown batch size. If
-    the model rejects them, its own step may accept them, because the step may split a batch in
-    another way. If the step fails too, tfdist calls the model with the first batch.
+    the model rejects them, its own step may accept them or the first batch.
     """
     batch = tf.nest.map_structure(_symbolic, feed.batch_spec)
     if not all(layer.built for layer in model._flatten_layers()):
@@ -159,11 +155,7 @@ def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
         model._symbolic_build(data_batch=batch)
     except Exception as error:  # this error says more than the second attempt's error
         _build_by_its_step(model, feed)
-        if _is_ready_for_its_own_step(model):
-            return
-        try:
-            _build_with(model, feed.first_batch())
-        except Exception:
+        if not _has_built_layers(model) or (not _has_own_step(model) and _has_unbuilt_parts(model)):
             raise error from None
 
 
@@ -193,10 +185,19 @@ def _build_other_optimizers(model: keras.Model, job: Job, feed: Feed) -> None:
 
 
 def _has_unbuilt_parts(model: keras.Model) -> bool:
-    metrics = model._compile_metrics
-    unbuilt_metrics = metrics is not None and not metrics.built
-    layers = model._flatten_layers(include_self=False)
-    return unbuilt_metrics or not all(layer.built for layer in layers)
+    parts = [model._compile_metrics]
+    if not _has_own_step(model) or len(keras.tree.flatten(model.loss)) > 1:
+        parts.append(model._compile_loss)
+    is_built = all(part is None or part.built for part in parts)
+    return not (is_built and _has_built_layers(model))
+
+
+def _has_built_layers(model: keras.Model) -> bool:
+    return all(layer.built for layer in model._flatten_layers(include_self=False))
+
+
+def _has_own_step(model: keras.Model) -> bool:
+    return any(is_own(model, step) for step in ("train_step", "test_step"))
 
 
 def _runs(step: Callable[[Any], Any], batch: Any) -> bool:
@@ -225,31 +226,6 @@ def _called(model: keras.Model, batch: Any, *, training: bool = False) -> Any:
     return compute_output_spec(model, x, training=training)
 
 
-def _build_with(model: keras.Model, batch: Any) -> None:
-    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-    given = (x, y, _called(model, batch))
-    for part, build_part in (
-        (model._compile_metrics, model.compute_metrics),
-        (model._compile_loss, model._compute_loss),
-    ):
-        if part is not None and not part.built:
-            compute_output_spec(build_part, *given, sample_weight=weight)
-
-
-def _is_ready_for_its_own_step(model: keras.Model) -> bool:
-    """Return whether a step overrides Keras' own and only the optimizer may be unbuilt."""
-    loss, metrics = model._compile_loss, model._compile_metrics
-    unbuilt = []
-    if metrics is not None and not metrics.built:
-        unbuilt = keras.tree.flatten([metrics._user_metrics, metrics._user_weighted_metrics])
-    return (
-        any(is_own(model, step) for step in ("train_step", "test_step"))
-        and all(layer.built for layer in model._flatten_layers(include_self=False))
-        and (loss is None or loss.built or len(keras.tree.flatten(model.loss)) == 1)
-        and all(metric is None for metric in unbuilt)
-    )
-
-
 def _has_call(model: keras.Model) -> bool:
     return type(model).call is not keras.Model.call
 
@@ -264,7 +240,7 @@ def _require_targets(model: keras.Model, batch_spec: Any) -> None:
             "y",
             "the model is compiled with a loss, but the data have no targets",
             fix="pass y, validation_data=(x, y), or a dataset of (x, y)",
-            code="no-targets",
+            code="no-data",
         )
 
 
@@ -278,21 +254,6 @@ def _require_optimizer_of_scope(model: keras.Model, job: Job) -> None:
                 f"{type(one).__name__} was made outside the strategy's scope",
                 fix="make the optimizer, and call model.compile, inside `with strategy.scope():`",
                 code="another-scope",
-            )
-
-
-def require_known_variables(model: keras.Model) -> None:
-    """Raise UsageError for a variable that became trainable after the optimizer was built."""
-    known = getattr(model.optimizer, "_trainable_variables_indices", None)
-    if not known or is_own(model, "train_step"):
-        return
-    for variable in model.trainable_variables:
-        if model.optimizer._var_key(variable) not in known:
-            raise UsageError(
-                "optimizer",
-                f"{variable.path} became trainable after the model was compiled",
-                fix="call model.compile(...) with a new optimizer, inside the scope",
-                code="new-variable",
             )
 
 
@@ -350,7 +311,7 @@ def _require_one_scale(model: keras.Model, job: Job) -> None:
                 "model",
                 f"{job.num_replicas} replicas cannot combine the float8 scales of {variable.path}",
                 fix="use strategy single, or leave out quantize('float8')",
-                code="unsupported-layer",
+                code="unsupported",
             )
 
 
@@ -369,7 +330,7 @@ def require_as_compiled(model: keras.Model, before: tuple[Any, Any]) -> None:
             "callbacks",
             "a callback compiled the model or replaced its optimizer during fit",
             fix="call fit again after each change (a callback may set learning_rate)",
-            code="compiled-in-fit",
+            code="unsupported",
         )
 
 
@@ -396,7 +357,7 @@ def _require_one_state(model: keras.Model, job: Job) -> None:
                 f"strategy {job.kind} splits batches, but the stateful layer {layer.name} needs "
                 "whole batches in their order",
                 fix="use strategy single, or make the layer with stateful=False",
-                code="unsupported-layer",
+                code="unsupported",
             )
 
 

@@ -122,7 +122,7 @@ def _require_callback(callback: Any) -> None:
             "callbacks",
             "keras.callbacks.BackupAndRestore would repeat an epoch with newer weights",
             fix="use tfdist.BackupAndRestore(backup_dir), which resumes at the step",
-            code="unsupported-callback",
+            code="unsupported",
         )
     # Keras' CallbackList is a callback itself, and its entries would be ignored.
     if isinstance(callback, CallbackList) or not isinstance(callback, keras.callbacks.Callback):
@@ -130,7 +130,7 @@ def _require_callback(callback: Any) -> None:
             "callbacks",
             f"{callback!r:.80} is not an instance of keras.callbacks.Callback",
             fix="pass instances of classes that are derived from keras.callbacks.Callback",
-            code="not-a-callback",
+            code="bad-value",
         )
 
 
@@ -144,7 +144,7 @@ def _require_whole_weights(callback: keras.callbacks.Callback, job: Job) -> None
             "epoch of a pipeline, because each task has only its own stage",
             fix="leave out save_freq, or save within an epoch with "
             "tfdist.BackupAndRestore(save_freq=500)",
-            code="unsupported-callback",
+            code="unsupported",
         )
 
 

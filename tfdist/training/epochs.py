@@ -38,7 +38,7 @@ class VirtualEpochs:
                 "VirtualEpochs",
                 f"checkpoints={self.checkpoints} exceeds total_examples={self.total_examples}",
                 fix="lower checkpoints",
-                code="too-many-checkpoints",
+                code="out-of-range",
             )
 
     def boundaries(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, best_so_far, less_is_better, save_whole
 from tfdist.checkpoint.store import Checkpoint
 from tfdist.checkpoint.warm_start import set_weights
-from tfdist.errors import EXIT_OK, Stopped, UsageError, require, require_int
+from tfdist.errors import EXIT_OK, Stopped, require, require_int
 from tfdist.outputs.display import ScalarWriter
 from tfdist.outputs.run_directory import Evaluations
 from tfdist.strategy import Job, broadcast
@@ -269,7 +269,7 @@ def evaluator_of(
     """Return the evaluator's settings, or `None` in a job without an evaluator.
 
     Raises:
-      UsageError: validation data or a backup is missing, or a callback monitors a `val_` metric.
+      UsageError: validation data or a backup is missing.
     """
     listed = [c for c in keras.tree.flatten(callbacks or []) if c is not None]
     given = next((c for c in listed if isinstance(c, Evaluator)), None)
@@ -283,21 +283,13 @@ def evaluator_of(
         return None
     evaluator = given or Evaluator()
     require(
-        validation_data is not None,
+        validation_data is not None and _backups(listed),
         "fit",
-        "a job with an evaluator needs validation_data",
-        fix="pass validation_data, or start the job without --evaluator",
-        code="missing-validation",
-    )
-    require(
-        _backups(listed),
-        "callbacks",
-        "a job with an evaluator needs tfdist.BackupAndRestore, which saves its checkpoints",
-        fix="add tfdist.BackupAndRestore(), or start the job without --evaluator",
+        "a job with an evaluator needs validation_data, and tfdist.BackupAndRestore, which saves "
+        "its checkpoints",
+        fix="pass both, or start the job without --evaluator",
         code="missing-backup",
     )
-    for callback in listed:
-        _require_no_validation(callback)
     evaluator.files = Evaluations(_backups(listed)[0].store.directory)
     return evaluator
 
@@ -393,22 +385,3 @@ def _record(line: dict[str, Any], model: keras.Model, evaluator: Evaluator) -> N
 
 def _backups(callbacks: Sequence[Any]) -> list[BackupAndRestore]:
     return [c for c in callbacks if isinstance(c, BackupAndRestore)]
-
-
-def _require_no_validation(callback: Any) -> None:
-    """Reject a callback that monitors a metric which is missing from an epoch's logs."""
-    name, kind = getattr(callback, "monitor", None), type(callback).__name__
-    if isinstance(callback, BackupAndRestore):
-        name = callback.best
-    is_saver = isinstance(callback, keras.callbacks.ModelCheckpoint)
-    if isinstance(callback, Evaluator) or (is_saver and not callback.save_best_only):
-        return  # these work with or without the metric
-    if isinstance(name, str) and name.startswith("val_"):
-        raise UsageError(
-            "callbacks",
-            f"{kind} monitors {name!r}, but the evaluator computes this metric after the epoch's "
-            "logs are complete",
-            fix=f"use tfdist.Evaluator({name!r}, patience=...), which keeps the best model and can "
-            "stop the job",
-            code="unsupported-monitor",
-        )

@@ -189,10 +189,6 @@ class Feed(abc.ABC):
         """Record that the iterator's next element belongs to `step`."""
         self._next_step = step
 
-    def batches_read(self) -> int | None:
-        """Return the number of batches that this task has read, or `None` if it is not counted."""
-        return None
-
     def take_seed_from_a_variable(self) -> None:
         """Store the seed in a variable of the compiled step, so that the next `fit` can set it."""
         if self.direct:
@@ -436,7 +432,7 @@ def require_even(sizes: set[int]) -> None:
             f"the parts of a batch have {', '.join(map(str, sorted(sizes)))} rows, so replicas "
             "cannot divide it",
             fix="repeat shared values for each example in the data, or use strategy single",
-            code="uneven-parts",
+            code="shapes-differ",
         )
 
 
@@ -462,12 +458,10 @@ class StreamFeed(Feed):
         self._reading = reading_of(self._job, self.seed)
         self.may_be_empty = self._job.num_replicas > 1
         self._in_order = not self.order.shuffle
-        self._is_compared = self._job.num_tasks > 1
         self._read: Any = None
-        unknown = self.source.num_batches is None and not self.source.is_endless
-        if self._is_compared and unknown and self.order.batches is None:
-            self.ends = []
-        if self._is_compared:
+        if self._job.num_tasks > 1:  # the tasks compare their batches
+            unknown = self.source.num_batches is None and not self.source.is_endless
+            self.ends = [] if unknown and self.order.batches is None else None
             with tf.init_scope(), tf.device("/CPU:0"):
                 self._read = ResourceVariable(0, trainable=False, dtype=tf.int64)
 
@@ -497,10 +491,6 @@ class StreamFeed(Feed):
             batches = batches.concatenate(self._noted_end(batches))
         return self._endless(batches)
 
-    def batches_read(self) -> int | None:
-        """Return the number of batches read ahead, as in `Feed`."""
-        return None if self._read is None else int(self._read.numpy())
-
     def _noted_end(self, batches: tf.data.Dataset) -> tf.data.Dataset:
         """Return an empty dataset that records when it is reached."""
 
@@ -516,10 +506,8 @@ class StreamFeed(Feed):
         return np.int64(0)
 
     def _noted(self, first: int, step: tf.Tensor, batch: Any) -> tuple[tf.Tensor, Any]:
-        """Count a batch, and record its digests if tasks are to compare them."""
-        noted = [self._read.assign(step + 1, read_value=False)]
-        if self._is_compared:
-            noted.append(self._digested(first, step, batch))
+        """Count a batch, and record its digests."""
+        noted = [self._read.assign(step + 1, read_value=False), self._digested(first, step, batch)]
         with tf.control_dependencies(noted):
             return tf.identity(step), batch
 
@@ -597,8 +585,8 @@ class InputFunctionFeed(StreamFeed):
 
     def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
-        self.may_be_empty = self._in_order = self._is_compared = False
-        self.ends = None
+        self.may_be_empty = self._in_order = False
+        self._read = self.ends = None
 
     def _batches(self, reading: Reading) -> tf.data.Dataset:
         """As in `StreamFeed`. A task's devices get the batches of one dataset in turn."""

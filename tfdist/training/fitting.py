@@ -29,7 +29,7 @@ from tfdist.training.evaluation import Evaluation, evaluate_checkpoints, evaluat
 from tfdist.training.inputs import Length
 from tfdist.training.keras_compat.trace import warn_once
 from tfdist.training.loop import RunPlan, TrainLoop
-from tfdist.training.probing import shortened
+from tfdist.training.metrics_file import shortened
 from tfdist.training.program import (
     Engine,
     RunObserver,
@@ -86,7 +86,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     Raises:
       ValueError: the model is not compiled.
       UsageError: the model belongs to another scope. The strategy does not support the data. The
-        global batch has fewer examples than replicas. The optimizer's state cannot be sharded.
+        optimizer's state cannot be sharded.
       Stopped: a task received SIGTERM, SIGUSR1 or SIGINT. With a `BackupAndRestore` callback, the
         next run resumes from its last checkpoint.
     """
@@ -154,13 +154,13 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
         sizes += (most_epochs, most_steps)
         key = partial(kept.key_of, model, job, run, data, *sizes)
         if (last := kept.kept_of(model, key())) is not None:
-            last.seed.assign(seed)
+            plan, blocks = last
+            variable: Any = blocks.program.seed
+            variable.assign(seed)
             keras_compat.fuse(model, fused=False)
             options = {"callbacks": callbacks, "verbose": verbose}
-            plan = dataclasses.replace(
-                last.plan, seed=seed, validation_freq=validation_freq, **options
-            )
-            return _train(model, job, last.blocks.engine, plan, key=key, blocks=last.blocks)
+            plan = dataclasses.replace(plan, seed=seed, validation_freq=validation_freq, **options)
+            return _train(model, job, blocks.engine, plan, key=key, blocks=blocks)
     feed = inputs.prepare(
         x,
         y,
@@ -185,7 +185,6 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
         with draws_nothing():  # a resumed run skips this load: keep its draws the same
             load_weights(model, run.initial_weights, job=job)
     building.build(model, job, feed, slots="parts" if sharded else "whole")
-    building.require_known_variables(model)
     keras_compat.fuse(model, fused=run.fused_kernels)
     if key is not None:
         feed.take_seed_from_a_variable()
@@ -325,18 +324,11 @@ class StepLoop:
         self._job = current_job() or job_of(tf.distribute.get_strategy())
         seed = _checked(seed, max_staleness, self._job)
         require(
-            not self._job.kind.has_stages,
+            not self._job.kind.has_stages and self._job.shards is None,
             "StepLoop",
-            "strategy pipeline cannot divide a step function into stages",
-            fix="call tfdist.fit, or use another strategy",
-            code="own-step",
-        )
-        require(
-            self._job.shards is None,
-            "StepLoop",
-            "an elastic job cannot divide a step function into shards",
-            fix="call model.fit, or start the job without --elastic",
-            code="own-step",
+            f"strategy {self._job.kind} cannot divide a step function of your own",
+            fix="call model.fit, or use another strategy",
+            code="unsupported",
         )
         self._metrics = list(metrics)
         for optimizer, variables in sharded_optimizers:

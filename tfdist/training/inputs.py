@@ -85,7 +85,6 @@ def prepare(
         source = preprocessed(source, getattr(model, "preprocess_samples", None))
     source = _checked_source(source, job=job, shuffle=shuffle)
     batch, examples = _sizes_of(source, length, job=job, seed=seed)
-    _require_enough(batch, job)
     order = _order_of(examples, length, batch=batch, shuffle=shuffle)
     plan = _plan(length, batch=batch, examples=order.examples)
     steps = len(plan.steps(0)) if plan.num_epochs else 0
@@ -97,7 +96,7 @@ def prepare(
         "virtual_epochs",
         f"a virtual epoch ends inside a batch of {batch} examples, which tfdist cannot divide",
         fix=f"make total_examples a multiple of checkpoints * {batch}, or pass arrays",
-        code="cut-batches",
+        code="unsupported-data",
     )
     kind = next(feed for kind, feed in _FEEDS if isinstance(source, kind))
     spec = spec_of_batches(source)
@@ -188,17 +187,6 @@ def _plan(length: Length, *, batch: int, examples: int | None) -> EpochPlan:
     return EpochPlan.uniform(epochs=epochs, examples=per_epoch, global_batch_size=batch)
 
 
-def _require_enough(batch: int, job: Job) -> None:
-    if batch < job.num_replicas:
-        raise UsageError(
-            "batch_size",
-            f"a global batch of {batch} is too small for {job.num_replicas} replicas",
-            fix=f"pass batch_size={job.num_replicas} or more (also validation_batch_size, or the "
-            "batch() of a dataset), or use fewer devices",
-            code="batch-too-small",
-        )
-
-
 def _require_class_weight(class_weight: Any) -> None:
     classes = class_weight if isinstance(class_weight, dict) else ()
     require(
@@ -207,7 +195,7 @@ def _require_class_weight(class_weight: Any) -> None:
         "class_weight",
         f"{class_weight!r:.80} is not a dict of class numbers (from 0) and weights",
         fix="write a dict such as {0: 1.0, 1: 2.5} (if a class is missing, its weight is 1)",
-        code="wrong-type",
+        code="bad-value",
     )
 
 
@@ -238,7 +226,7 @@ def _with_weight(spec: Any) -> Any:
         "class_weight",
         "class_weight needs a single output with a class for each example, and no sample weights",
         fix="pass only sample_weight, multiplied by the class weights",
-        code="class-weight-data",
+        code="unsupported-data",
     )
     return x, y, tf.TensorSpec([None], tf.float32)
 

@@ -26,16 +26,6 @@ _MOST_BYTES = 2**24
 """Larger data are not compared: an epoch over them takes longer than a trace."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kept:
-    """Plan, block runner and seed of a model's last `fit`, and its key."""
-
-    key: Sequence[Any]
-    seed: tf.Variable
-    plan: RunPlan
-    blocks: BlockRunner
-
-
 def key_of(model: keras.Model, job: Job, run: Run, data: Any, *others: Any) -> Sequence[Any] | None:
     """Return everything a program depends on, or `None` if the program of this fit is not kept."""
     settings = dataclasses.replace(run, seed=None)
@@ -50,15 +40,14 @@ def key_of(model: keras.Model, job: Job, run: Run, data: Any, *others: Any) -> S
     return [digest_of(leaves), structure, *compiled_parts(model), variables, job.strategy, *others]
 
 
-def kept_of(model: keras.Model, key: Sequence[Any] | None) -> Kept | None:
-    """Return the state kept by the last `fit` if its key is the same, else `None`."""
-    kept: Kept | None = vars(model).get(_NAME)
-    return kept if kept is not None and key is not None and kept.key == key else None
+def kept_of(model: keras.Model, key: Sequence[Any] | None) -> tuple[RunPlan, BlockRunner] | None:
+    """Return what the last `fit` has kept if its key is the same, else `None`."""
+    last_key, kept = vars(model).get(_NAME, (None, None))
+    return kept if key is not None and last_key == key else None
 
 
 def keep(model: keras.Model, key: Sequence[Any] | None, plan: RunPlan, blocks: BlockRunner) -> None:
     """Keep the plan and programs of a finished `fit` for the next `fit`."""
-    seed = blocks.program.seed
-    if key is not None and isinstance(seed, tf.Variable):
-        kept = Kept(key, seed, dataclasses.replace(plan, callbacks=None), blocks)
+    if key is not None and isinstance(blocks.program.seed, tf.Variable):
+        kept = key, (dataclasses.replace(plan, callbacks=None), blocks)
         object.__setattr__(model, _NAME, kept)  # hide it from Keras, which tracks layers

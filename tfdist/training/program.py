@@ -265,7 +265,7 @@ def plain(function: Callable[[Any], Any], job: Job, *, where: str) -> Callable[[
             where,
             f"strategy {job.kind} cannot run a step that is a tf.function",
             fix="remove @tf.function (tfdist compiles the step)",
-            code="compiled-step",
+            code="unsupported",
         )
     return function
 
@@ -331,7 +331,7 @@ def _logs_of(outputs: Any) -> dict[str, Any]:
         "step",
         f"the step returned a {type(outputs).__name__} without named scalars",
         fix='return a dict, such as {"loss": loss}',
-        code="no-logs",
+        code="bad-value",
     )
     return flat_logs(outputs)
 

@@ -81,7 +81,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
             f"{_place()}: model.{name}",
             f"strategy {job.kind} cannot run a single step",
             fix=f"call model.fit{own_loop}",
-            code="native-call",
+            code="unsupported",
         )
     if name.endswith("_on_batch"):
         rows = len(keras.tree.flatten(arguments["x"])[0])

@@ -24,8 +24,8 @@ from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource, Source, unpack
 from tfdist.data.stream import StreamSource, random_states
 from tfdist.errors import UsageError
-from tfdist.strategy import Job, broadcast, current_job
-from tfdist.strategy.group import ends_differ, of_all_tasks
+from tfdist.strategy import Job, broadcast
+from tfdist.strategy.group import of_all_tasks
 from tfdist.strategy.ring import Members
 
 if TYPE_CHECKING:
@@ -147,21 +147,6 @@ def _task(job: Job, index: int) -> str:
     return str(job.config.cluster.training_tasks()[index]) if job.config else f"task {index}"
 
 
-def data_ended(feed: Feed, error: UsageError) -> UsageError:
-    """Report the end of this task's data. Return the error to raise: `error` if all data ended."""
-    job, count = current_job(), feed.batches_read()
-    if job is None or job.ring is None or count is None:
-        return error
-    end = _end(count, job.name)
-    at = job.ring.stop(end)
-    both = not at or at.partition(" in ")[0] == end.partition(" in ")[0]
-    return error if both else ends_differ(end, f"not in {job.ring.previous_name}")
-
-
-def _end(count: int, task: str) -> str:
-    return f"the data ended after {count:,} batches in {task}"
-
-
 def _require_same_ends(job: Job, feed: Feed, last: int) -> None:
     """Compare the batch counts below `last` at which the tasks' data ended. A collective."""
     mine = sorted(end for end in list(feed.ends or ()) if end < last)
@@ -175,8 +160,14 @@ def _require_same_ends(job: Job, feed: Feed, last: int) -> None:
         ends = ((end, index) for index, end in enumerate(table[:, 1]) if index not in absent)
         firsts = [(end if end >= 0 else last, index) for end, index in ends]
         (first, one), (later, other) = min(firsts), max(firsts)
-        end = _end(later, _task(job, other)) if later < last else f"not in {_task(job, other)}"
-        raise ends_differ(_end(first, _task(job, one)), end)
+        end = f"after {later:,} batches" if later < last else "not"
+        raise UsageError(
+            "data",
+            f"the data ended after {first:,} batches in {_task(job, one)}, but {end} in "
+            f"{_task(job, other)}",
+            fix="give every task the same files, and a generator that starts again for each pass",
+            code="data-ended",
+        )
 
 
 def require_same_batches(job: Job, feed: Feed, first: int, last: int) -> None:

@@ -81,7 +81,6 @@ CASES = {
     "passes": lambda: fit(unknown(), steps_per_epoch=7),
     "skipped": lambda: skips(unknown()),
     # the last one, as the tasks cannot go on together
-    "only once": lambda: fit(only_once(), steps_per_epoch=7),
     "function, only once": lambda: fit(lambda context: only_once(), steps_per_epoch=7),
     "steps": lambda: loop().run(COUNT),
     "results": lambda: [loop().run(3), INDEX and loop().run(2), loop().results()],

@@ -9,7 +9,7 @@ scalar from the step, such as a loss, runs on each replica but must count once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.metrics.metric import Metric
 from keras.src.metrics.reduction_metrics import Mean, Sum
+from keras.src.trainers.compile_utils import CompileMetrics
 
 from tfdist.errors import require
 from tfdist.training.keras_compat.kernels import compiled
@@ -93,7 +94,7 @@ def _noted_result(result: Callable[[], Any], trace: StepTrace, metric: Metric) -
         "step",
         f"a tf.cond, tf.while_loop or tf.function calls result() of {metric.name!r}",
         fix="call result() in the step itself",
-        code="metric-in-log",
+        code="metric",
     )
     found = result()
 
@@ -120,7 +121,7 @@ def _whole_of(name: str, log: Any, trace: StepTrace) -> Callable[[], Any] | None
         "step",
         f"the log {name!r} is computed from a metric",
         fix="return the metric's result itself, and compute with it in a callback",
-        code="metric-in-log",
+        code="metric",
     )
     return whole
 
@@ -162,7 +163,7 @@ def _sum_of_steps(
             f"a step gives {self.name!r} a single number of type {values.dtype.name}, which may be "
             "a sum or a mean of a part of the batch",
             fix="pass the tensor with its batch axis, an integer count of examples, or use Mean",
-            code="metric-number",
+            code="metric",
         )
         return original(self, values)
     # For a tensor of a known shape, tf.size returns a constant.
@@ -200,6 +201,50 @@ def _without_numbers(
         f"a step gives {type(metric).__name__} single numbers, and each replica or micro-batch "
         "would count its own number",
         fix="pass tensors with a batch axis, or use keras.metrics.Mean or Sum",
-        code="metric-number",
+        code="metric",
     )
     return update(*args, **kwargs)
+
+
+# Metrics whose totals add up, as for jobs that send them with the gradients or from workers.
+#
+# A part of the work starts at zero and returns its totals, and the job adds them up. Each variable
+# of a metric must therefore be a sum over the examples. Keras' own metrics meet this condition. A
+# metric with its own `update_state` or `reset_state` must declare it with the attribute `adds_up`.
+
+
+_BY_KERAS = "keras.src."
+_DECIDING = ("update_state", "reset_state")
+
+
+def require_sums(metrics: Sequence[Metric]) -> None:
+    """Reject metrics if their totals do not add up over work units or do not declare it."""
+    for metric in _with_nested(metrics):
+        kinds = type(metric).__mro__
+        definers = {name: next(k for k in kinds if name in vars(k)) for name in _DECIDING}
+        own = [n for n, kind in definers.items() if not kind.__module__.startswith(_BY_KERAS)]
+        require(
+            not own or getattr(metric, "adds_up", False),
+            "metrics",
+            f"{type(metric).__name__} overrides {' and '.join(own)}, so tfdist cannot tell if its "
+            "totals add up over workers",
+            fix="set adds_up = True in its class if its variables start at 0 and are only added "
+            "to. Otherwise return the number from the step",
+            code="metric",
+        )
+    for variable in (variable for metric in metrics for variable in metric.variables):
+        require(
+            variable.aggregation == "sum",
+            "metrics",
+            f"{variable.name} of a metric has aggregation={variable.aggregation!r} instead of "
+            "'sum'",
+            fix="create the metric's variables with aggregation='sum'",
+            code="metric",
+        )
+
+
+def _with_nested(metrics: Iterable[Metric]) -> Iterator[Metric]:
+    for metric in metrics:
+        yield metric
+        is_list = isinstance(metric, CompileMetrics)
+        yield from _with_nested(metric.metrics if is_list else metric._metrics)

@@ -59,7 +59,7 @@ def require_by_element(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def not_sharded(problem: str, *, fix: str = "leave out sharded_optimizer") -> UsageError:
-    return UsageError("sharded_optimizer", problem, fix=fix, code="not-sharded")
+    return UsageError("sharded_optimizer", problem, fix=fix, code="unsupported")
 
 
 @contextlib.contextmanager

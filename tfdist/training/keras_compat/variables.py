@@ -86,7 +86,7 @@ def _hold(variable: Any, value: tf.Tensor, trace: StepTrace) -> None:
         f"a tf.cond, tf.while_loop or tf.function of the step updates {variable.path}",
         fix="update it in the step itself (with tf.where or a Python loop), or return the count "
         "and update the metric with it",
-        code="metric-in-step",
+        code="metric",
     )
     trace.local[id(variable)] = tf.cast(value, trace.local[id(variable)].dtype)
 
