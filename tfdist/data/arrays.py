@@ -19,7 +19,6 @@ from tensorflow.core.framework import attr_value_pb2
 
 from tfdist.data.source import GraphSource, Nest, Transform
 from tfdist.errors import UsageError, require
-from tfdist.renamed import without_renamed
 
 MEMORY_LIMIT_BYTES = 2**31
 """Largest sum of arrays in memory under ps. A message to a worker is limited to 2 GiB."""
@@ -36,7 +35,6 @@ class ArraySource(GraphSource):
 
     kind = "arrays"
 
-    @without_renamed("data.ArraySource")
     def __init__(
         self,
         x: Nest,

@@ -14,7 +14,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import require_packages
-from tfdist.renamed import instead_of
 
 _HOME_OF = {"search": "tfdist.tuning.from_python"}
 
@@ -26,7 +25,6 @@ __all__ = ["search"]
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        advice = f". Fix: {known}" if (known := instead_of(f"tuning.{name}")) else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require_packages(f"tfdist.tuning.{name}", "keras_tuner", "sklearn", "tensorboard", extra="tune")
     return getattr(importlib.import_module(_HOME_OF[name]), name)
