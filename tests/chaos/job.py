@@ -140,7 +140,6 @@ def _callbacks(
 
     import tfdist
     from tfdist.app.run import RunReporter
-    from tfdist.outputs.display import ProgressDisplay
 
     (args.out / "best").mkdir(exist_ok=True)
     own = keras.callbacks
@@ -153,7 +152,7 @@ def _callbacks(
     return [
         *callbacks,
         tfdist.ModelCheckpoint(args.out / "best" / "best.keras", save_best_only=True),
-        RunReporter(directory, plan, display=ProgressDisplay(total_steps=plan.total_steps)),
+        RunReporter(directory, plan),
         _told_of(plan, marks=marks, faults=faults),
         _timed_backup(args, marks=marks, faults=faults),
     ]
