@@ -209,7 +209,7 @@ def test_patience_stops_a_run_in_its_own_directory(tmp_path):
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-tfdist_digits-cnn-[0-9a-f]{4}", run_dir.name)
-    assert str(run_dir.relative_to(tmp_path)) in done.stdout
+    assert str(run_dir.relative_to(tmp_path)) in done.stderr
     summary = RunDirectory(run_dir).read_summary() or {}
     assert summary["status"] == "done"
     assert summary["virtual_epochs"] < 10

@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import io
-import json
 import os
 import re
 import resource
@@ -128,7 +127,6 @@ def test_trial_time_is_the_time_of_its_jobs():
     ]
     state = fold([{"last_lines": [], **line} for line in lines])
     assert state.trials["0"].seconds == 5.0 + 7.0 + 2.0
-    assert results.as_json(state)["trials"][0]["seconds"] == 14.0
 
 
 def test_a_trial_is_shown_with_used_values_only(tmp_path):
@@ -489,7 +487,7 @@ def test_the_best_trial_is_printed_with_copyable_values(tmp_path, capsys):
     assert refused(lambda: results.show_best(tmp_path / "new")) == ("--best", "no-best")
 
 
-def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path):
+def test_the_progress_of_running_trials_is_shown(tmp_path, capsys):
     book = sweep(tmp_path)
     running = {"trial": "3", "values": {"lr": 0.25}, "run": "3", "until": None}
     book.add("asked", status="RUNNING", **running)
@@ -498,27 +496,25 @@ def test_a_terminal_shows_one_table_that_follows_the_sweep(tmp_path):
     (tmp_path / "trials" / "3" / "metrics.jsonl").write_text(
         '{"step": 90, "virtual_epoch": 2, "loss": 0.25}\n'
     )
-    out = io.StringIO()
-    state = fold(book.lines)
-    console = Console(file=out, force_terminal=True, width=100)
-    with results.SweepScreen(tmp_path, console=console) as screen:
-        screen.begin(state)
-        screen.changed(state, state.trials["3"])
-        screen.tick(state)
-    said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
-    assert "resuming: 3 trials are finished, 1 continue" in said
+    results.show(tmp_path)
+    said = capsys.readouterr().out
     assert re.search(r"3 +running +2 of \?, step 90 +0\.2500 +lr=0.25", said)
-    content = json.loads((tmp_path / "sweep.json").read_text())
-    assert content["best"]["trial"] == "1"
-    statuses = [trial["status"] for trial in content["trials"]]
-    assert statuses == ["completed", "completed", "failed", "running"]
 
 
-def test_without_a_terminal_each_change_is_a_line(tmp_path):
-    state, out = fold(sweep(tmp_path).lines), io.StringIO()
-    with results.SweepScreen(tmp_path, console=Console(file=out, width=100)) as screen:
-        screen.changed(state, state.trials["0"])
-    assert out.getvalue() == "trial 0 completed: 0.5000; best 0.3000 (trial 1)\n"
+def test_each_change_is_a_line_and_a_resumed_sweep_tells_its_trials(tmp_path):
+    state, out, exported = fold(sweep(tmp_path).lines), io.StringIO(), []
+    screen = results.SweepScreen(
+        tmp_path, console=Console(file=out, width=100), export=lambda *_: exported.append(1)
+    )
+    screen.begin(state)
+    screen.changed(state, state.trials["0"])
+    screen.tick(state)
+    screen.tick(state)
+    assert out.getvalue().splitlines() == [
+        "resuming: 3 trials are finished, 0 continue",
+        "trial 0 completed: 0.5000; best 0.3000 (trial 1)",
+    ]
+    assert exported == [1]
 
 
 def test_user_names_and_values_are_no_markup(tmp_path, capsys):

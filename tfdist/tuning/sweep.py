@@ -124,7 +124,8 @@ def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
     search = sweep.search(journal.lines[0])
     search.replay(journal.lines)
     search.publish()
-    with SweepScreen(sweep_dir, export=export_hparams) as screen, SignalPipe() as signals:
+    screen = SweepScreen(sweep_dir, export=export_hparams)
+    with SignalPipe() as signals:
         chief = Chief(
             sweep,
             search=search,
