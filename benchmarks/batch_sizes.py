@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ import tensorflow as tf
 
 from benchmarks.panels import empty_panels
 from benchmarks.subject import of_config, read
-from tfdist.argument_parser import Parser, require_writable, run_program
+from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require, require_int, require_number
 from tfdist.find.batch_size import BatchTrial, memory_limits, request_of, try_out
 
@@ -48,8 +49,15 @@ def arguments(*, prog: str, description: str, steps: int, timeout_s: float) -> P
 def check(options: Any) -> None:
     require_int("--steps", options.steps, least=1)
     require_number("--timeout_s", options.timeout_s, above=0, unit="seconds")
-    require_writable("--plot", options.plot)
-    require_writable("--json", options.json)
+    for flag in ("plot", "json"):  # before the measurement
+        path = getattr(options, flag)
+        require(
+            path is None or os.access(path.parent, os.W_OK),
+            f"--{flag}",
+            f"cannot write the file {path}",
+            fix="pass a file in an existing directory",
+            code="not-writable",
+        )
 
 
 def whole_numbers(flag: str, words: Sequence[str]) -> list[int]:

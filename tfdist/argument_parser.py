@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tfdist.errors import (
@@ -19,7 +18,6 @@ from tfdist.errors import (
     TfdistError,
     UsageError,
     near,
-    require,
 )
 from tfdist.options import underscored
 
@@ -60,19 +58,6 @@ def show(name: str, text: str) -> int:
         return EXIT_OK
 
     return run_program(name, run, is_report=True)
-
-
-def require_writable(flag: str, path: Path | None) -> None:
-    """Raise UsageError if the file of a flag cannot be written, before the program starts work."""
-    if path is not None:
-        is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
-        require(
-            is_writable and not path.is_dir(),
-            flag,
-            f"cannot write the file {path}",
-            fix="pass the path of a writable file in an existing directory",
-            code="not-writable",
-        )
 
 
 @contextlib.contextmanager

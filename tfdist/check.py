@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from tfdist.cluster.placement import same_host
 from tfdist.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, named
 from tfdist.files import fsync
 from tfdist.launch.events import Message
-from tfdist.launch.machine import Machine, memory_groups, this_machine
+from tfdist.launch.machine import Machine, memory_groups, nvidia_smi, this_machine
 from tfdist.launch.multihost import on_ray
 from tfdist.launch.multihost.agents import LOOK_EVERY_S, PipeAgent, shell_of
 from tfdist.launch.multihost.host_agreement import passed_variables
@@ -50,7 +49,6 @@ _TASK_BYTES = 1 << 30  # importing TensorFlow uses 640 MB of it
 _SHM_BYTES = 256 << 20
 _DISK_BYTES = 1 << 30
 _REMOTE_S = 60.0
-_SMI_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,12 +279,8 @@ def _split_target(target: str) -> tuple[str, str]:
 
 def _gpus() -> list[tuple[str, str]]:
     """Return the name and the compute capability of each GPU that nvidia-smi lists."""
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return re.findall(r"^(.*), (\d+\.\d+)$", done.stdout, re.MULTILINE)
+    listed = nvidia_smi("--query-gpu=name,compute_cap", "--format=csv,noheader")
+    return re.findall(r"^(.*), (\d+\.\d+)$", listed, re.MULTILINE)
 
 
 def _kernels() -> list[str]:

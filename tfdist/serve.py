@@ -99,7 +99,7 @@ def _check_files(options: Any) -> None:
         "--tls_cert",
         "TLS needs both --tls_cert and --tls_key",
         fix="pass both files",
-        code="half-tls",
+        code="no-value",
     )
     for flag in ("token", "tls_cert", "tls_key"):
         path = getattr(options, flag)
@@ -136,7 +136,7 @@ def _serve_on_ray(options: Any) -> None:
             f"--{flag}",
             "--on ray does not support this flag",
             fix="leave it out, and set up tokens and TLS in a proxy in front of Ray Serve",
-            code="not-on-ray",
+            code="unused-option",
         )
     require(
         0 <= options.rest_port < 65536,  # Ray's proxies would fail without a message

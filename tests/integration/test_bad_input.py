@@ -618,7 +618,7 @@ def said_by(program, **variables):
             ALL,
             [
                 *("unknown-value", "no-cluster", "no-cluster", "devices", "devices", "TFC001"),
-                *("other-strategy", "TFC019", "too-many-workers", "devices", "TFC019", "TFC019"),
+                *("other-strategy", "TFC019", "too-few-tasks", "devices", "TFC019", "TFC019"),
                 *("no-elastic", "no-elastic", "other-strategy", "no-launcher"),
                 *("made", "made", "second-strategy", *["another-scope"] * 6),
             ],

@@ -161,7 +161,7 @@ def test_a_line_without_disk_space_is_not_partly_written(tmp_path):
 def test_a_broken_journal_is_named_with_its_line(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_text('{"event": "begun"}\nhello\n')
-    assert refused(lambda: journal(tmp_path)) == (f"{path}, line 2", "broken-journal")
+    assert refused(lambda: journal(tmp_path)) == (f"{path}, line 2", "not-json")
 
 
 # Outcomes.
@@ -279,7 +279,7 @@ def test_a_host_that_cannot_start_trials_is_closed(monkeypatch):
     assert hosts.slots() == [b]
     assert hosts.flags(b) == ["--hosts", "b:1"]
     hosts.close("b", EXIT_USAGE, "b: Permission denied")
-    assert refused(hosts.slots) == ("--hosts", "no-host-left")
+    assert refused(hosts.slots) == ("--hosts", "no-hosts")
 
 
 def test_trials_get_gpus_hidden_from_the_sweep(monkeypatch):
@@ -352,7 +352,7 @@ class ImpossibleSweep(Sweep):
 def test_a_directory_of_something_else_is_refused(tmp_path, overwrite):
     (tmp_path / "thesis.tex").touch()
     again = ImpossibleSweep(tmp_path, [], overwrite=overwrite)
-    assert refused(lambda: sweep_module.run(again))[1] == "not-a-sweep"
+    assert refused(lambda: sweep_module.run(again))[1] == "not-a-run"
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
@@ -362,7 +362,7 @@ def test_a_second_chief_is_refused_and_moves_nothing(tmp_path):
     with chief_lock(tmp_path):
         again = ImpossibleSweep(tmp_path, [], overwrite=True)
         error = refusal(lambda: sweep_module.run(again))
-    assert error.code == "second-chief"
+    assert error.code == "second-writer"
     assert f"process {os.getpid()} already runs this sweep" in str(error)
     assert book.path.exists()
     assert not is_held(tmp_path / LOCK)
@@ -400,7 +400,7 @@ def test_a_sweep_with_a_running_trial_is_not_moved(tmp_path, locked):
     """A runner's trial outlives a chief that was killed, and would write among the new ones."""
     sweep(tmp_path)
     with held(tmp_path / "trials" / "1" / locked):
-        assert refused(lambda: set_aside(tmp_path)) == ("--overwrite", "sweep-runs")
+        assert refused(lambda: set_aside(tmp_path)) == ("--overwrite", "second-writer")
         assert (tmp_path / "journal.jsonl").exists()
 
 
@@ -439,7 +439,7 @@ def test_a_changed_sweep_is_refused_with_the_changes(tmp_path):
     for before, after in ((one, one + other), (one, other), (one + other, other + one)):
         first, second = begun(space=before), begun(space=after)
         error = refusal(lambda a=first, b=second: require_same(tmp_path, a, b))
-        assert error.code == "another-sweep"
+        assert error.code == "another-run"
 
 
 # What a person sees.
@@ -464,7 +464,7 @@ def test_the_leaderboard_works_in_a_read_only_directory(tmp_path, capsys, monkey
         patched.setattr(os, "open", read_only)
         results.show(tmp_path)
     assert "not finished: the sweep is running; best 0.3000" in capsys.readouterr().out
-    assert refused(lambda: results.show(tmp_path / "nowhere")) == ("--show", "no-sweep")
+    assert refused(lambda: results.show(tmp_path / "nowhere")) == ("--show", "not-a-run")
 
 
 def test_the_best_trial_is_printed_with_copyable_values(tmp_path, capsys):
@@ -480,7 +480,7 @@ def test_the_best_trial_is_printed_with_copyable_values(tmp_path, capsys):
     results.show_best(tmp_path)
     more = [f"config   {run_dir}/config.json", "command  python -m tfdist.launch"]
     assert capsys.readouterr().out.splitlines()[-2:] == more
-    assert refused(lambda: results.show_best(tmp_path / "nowhere")) == ("--best", "no-sweep")
+    assert refused(lambda: results.show_best(tmp_path / "nowhere")) == ("--best", "not-a-run")
     (tmp_path / "new").mkdir()
     book = journal(tmp_path / "new")
     book.add("begun", tuner="random", objective="loss", direction="min")

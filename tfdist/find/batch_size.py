@@ -14,7 +14,6 @@ import logging
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import psutil
 from tfdist.check import available_bytes
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_number
 from tfdist.launch.guardian import die_with
+from tfdist.launch.machine import nvidia_smi
 from tfdist.options import CLUSTER
 
 _LOG = logging.getLogger(__name__)
@@ -328,21 +328,13 @@ def request_of(model: Any, x: Any, y: Any, path: Path) -> dict[str, Any]:
 
 # Free memory for a new process: in its control groups, on the machine, on its GPUs.
 
-_NVIDIA_SMI_TIMEOUT_S = 20.0
-_MIB = 1 << 20
-
 
 def gpu_bytes() -> tuple[int, ...]:
     """Return the free memory of each GPU of this machine, or () without GPUs."""
-    command = shutil.which("nvidia-smi")
-    if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ()
-    query = [command, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(int(line) * _MIB for line in done.stdout.split() if line.isdecimal())
+    listed = nvidia_smi("--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    return tuple(int(line) << 20 for line in listed.split() if line.isdecimal())
 
 
 # The child process: trains a few steps with one batch size and reports its memory and speed.

@@ -98,20 +98,25 @@ def _gpus_of_machine(environ: Mapping[str, str]) -> tuple[str, ...]:
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return visible_gpus(visible)
+    return listed_gpus(nvidia_smi("-L", environ=environ))
+
+
+def nvidia_smi(*words: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the output of ``nvidia-smi``, or "" if it is missing or does not answer."""
     command = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if command is None:
-        return ()
+        return ""
     try:
         process = subprocess.Popen(
-            [command, "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [command, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-        listed, _ = process.communicate(timeout=_NVIDIA_SMI_TIMEOUT_S)
+        output, _ = process.communicate(timeout=_NVIDIA_SMI_TIMEOUT_S)
     except OSError:
-        return ()
+        return ""
     except subprocess.TimeoutExpired:
         process.kill()  # do not wait: SIGKILL has no effect if the driver hangs
-        return ()
-    return listed_gpus(listed)
+        return ""
+    return output
 
 
 def listed_gpus(text: str) -> tuple[str, ...]:

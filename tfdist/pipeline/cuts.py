@@ -110,7 +110,7 @@ class LayerGraph:
                 f"model {model.name!r}",
                 f"the {type(model).__name__} {state}, so tfdist cannot divide it into stages",
                 fix="build the model from keras.Input and layers, or use another strategy",
-                code="no-layer-graph",
+                code="no-cut",
             )
         functional, self._inside = _in_place(functional)
         by_depth = functional._nodes_by_depth  # `operations` has a single call per layer
@@ -139,7 +139,7 @@ class LayerGraph:
             f"layer {next(iter(stateful), '')!r}",
             "strategy pipeline does not support stateful=True",
             fix="leave out stateful, or use another strategy",
-            code="stateful-layer",
+            code="unsupported-layer",
         )
 
     @property
@@ -221,7 +221,7 @@ class LayerGraph:
                     f"a cut behind {name!r} would separate layers with shared weights, separate "
                     "calls of one layer, or cross a ragged or sparse tensor",
                     fix=f"cut behind {named(repr(place.name) for place in self.places())}",
-                    code="no-place",
+                    code="no-cut",
                 )
         stages = runs(positions, len(self.nodes))
         empty = [k for k, run in enumerate(stages) if not self.is_trainable(run)]
@@ -230,7 +230,7 @@ class LayerGraph:
             "cut",
             f"stage {next(iter(empty), 0)} of {len(stages)} has no trainable weights",
             fix="cut elsewhere, or use fewer stages",
-            code="empty-stage",
+            code="no-cut",
         )
         return self.divided(positions)
 

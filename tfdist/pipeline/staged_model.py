@@ -263,7 +263,7 @@ class StagedModel:
             "cut",
             f"{count} stages need {count - 1} cuts, but cut names {len(cut)} layers",
             fix="name the last layer of each stage except the last stage, or change --stages",
-            code="wrong-number",
+            code="no-cut",
         )
         return self.graph.behind_layers(cut)
 

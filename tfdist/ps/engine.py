@@ -82,7 +82,7 @@ class ParameterServerEngine(Engine):
                     f"{variable.path} of a metric does not start at 0, so tfdist cannot add up the "
                     "totals of workers",
                     fix="set the metric's variables to 0 in its reset_state",
-                    code="metric-zero",
+                    code="metric-adds-up",
                 )
         work = self._prepared(program)
         if not self._under_way:

@@ -148,7 +148,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
                     f"a tf.while_loop or tf.function of the step updates {self.name}, which is "
                     "split",
                     fix="use a Python loop, which the step unrolls, or leave out --split_bytes",
-                    code="split-variable",
+                    code="unsupported-optimizer",
                 )
             graph = graph.outer_graph
 
@@ -181,7 +181,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
             "tf.train.Checkpoint or model.export",
             f"{self.name} is split over {len(self.parts)} parameter servers",
             fix="save the model with model.save, then load and export it on one device",
-            code="split-variable",
+            code="unsupported-optimizer",
         )
 
     _export_to_saved_model_graph = _serialize_to_tensors

@@ -387,7 +387,7 @@ def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
             "export_model",
             f"output {name!r} is a {type(value).__name__}, not a dense tensor",
             fix="make the model return a dense tensor, or remove this output",
-            code="not-a-tensor",
+            code="not-dense",
         )
     halves = (tf.float16, tf.bfloat16)  # clients cannot decode bfloat16, JSON has no bfloat16 NaN
     return {n: tf.cast(v, tf.float32) if v.dtype in halves else v for n, v in named.items()}
@@ -456,7 +456,7 @@ def _new_version(version: int | None, names: Iterable[str], *, where: object) ->
         "version",
         f"version {version} already exists in {where}",
         fix="leave version out to write the next version",
-        code="version-exists",
+        code="exists",
     )
     return version
 
@@ -497,7 +497,7 @@ def read_model(
             str(source),
             problem if source.is_file() else "the file does not exist",
             fix="check the path, and use --step, --best and --model only if it has checkpoints",
-            code="not-a-source",
+            code="no-model",
         )
         origin = {"file": str(source.absolute()), "saved_at": source.stat().st_mtime}
         return load_model_file(source), origin
@@ -509,7 +509,7 @@ def read_model(
         str(source),
         problem if source.is_dir() else "no such directory or .keras file",
         fix="check the path, or pass the function of your model: --model train.py:make_model",
-        code="not-a-source",
+        code="no-model",
     )
     served, trained = (_made_by(make),) * 2 if make is not None else _of_run(config or {})
     store = RunStore(directory)
@@ -553,7 +553,7 @@ def _best_run(sweep: Path, *, make: str | None) -> Path:
         str(sweep),
         f"trial {trial.id} has checkpoints without a model",
         fix="if a program made the model, pass its function: --model train.py:make_model",
-        code="not-a-source",
+        code="no-model",
     )
     return run.path
 

@@ -50,7 +50,7 @@ def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
         "sweep_dir",
         f"{given} is inside the tuner's directory, which a tuner with overwrite=True deletes",
         fix="leave sweep_dir out, or choose a directory outside",
-        code="directory-of-the-tuner",
+        code="shared-directory",
     )
     return Path(given)
 
@@ -62,7 +62,7 @@ def require_fresh(tuner: Any) -> None:
         "tfdist.tuning.search",
         f"the tuner already has {len(tuner.oracle.trials)} trials",
         fix="give the tuner another project_name",
-        code="tuner-has-searched",
+        code="another-run",
     )
 
 
@@ -230,7 +230,7 @@ class TunerSweep(Sweep):
             "objective",
             f"a sweep has a single objective, got {oracle.objective}",
             fix="choose one metric",
-            code="several-objectives",
+            code="objective",
         )
         names = ("strategy", "workers", "ps")
         settings = {n: str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}

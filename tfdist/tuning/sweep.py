@@ -262,7 +262,7 @@ def require_own(path: Path) -> None:
         f"sweep directory {path}",
         f"the directory is not a sweep: it has {', '.join(sorted(names)[:3])}, but no {JOURNAL}",
         fix="pass another --sweep_dir",
-        code="not-a-sweep",
+        code="not-a-run",
     )
 
 
@@ -293,7 +293,7 @@ def _require_at_rest(path: Path) -> None:
             "--overwrite",
             f"a trial of the earlier sweep still writes to {run_dir}",
             fix="stop the trials of the earlier sweep, wait until they have saved, and try again",
-            code="sweep-runs",
+            code="second-writer",
         )
 
 
@@ -306,7 +306,7 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
         f"sweep directory {path}",
         f"the directory has a sweep with other settings: {found}",
         fix="pass another --sweep_dir, or --overwrite to move the old sweep aside",
-        code="another-sweep",
+        code="another-run",
     )
 
 
@@ -332,7 +332,7 @@ def chief_lock(path: Path) -> Iterator[None]:
             f"sweep directory {path}",
             f"process {held.holder} already runs this sweep",
             fix="wait until that process exits, or stop it (--show prints its progress)",
-            code="second-chief",
+            code="second-writer",
         ) from held
     with lock:
         yield
