@@ -153,20 +153,16 @@ def _serve_on_ray(options: Any) -> None:
 
 def _settings(options: Any) -> ServeOptions:
     """Convert the flags to the settings of a service, or raise UsageError."""
-    from tfdist.serving.dispatch import QueueLimits
     from tfdist.serving.supervisor import ServeOptions
 
     most = options.max_batch
-    same = ("name", "replicas", "host", "rest_port", "grpc_port", "timeout_s", "drain_s")
+    same = ("name", "replicas", "host", "rest_port", "grpc_port", "timeout_s", "hang_s", "drain_s")
     return ServeOptions(
         **{name: getattr(options, name) for name in same},
         directory=options.directory.resolve(),
         batch_sizes=(*(1 << n for n in range(most.bit_length()) if 1 << n < most), most),
-        limits=QueueLimits(
-            requests=options.max_queue,
-            window=2 * most,
-            hang_s=options.hang_s,
-        ),
+        requests=options.max_queue,
+        window=2 * most,
         body_bytes=min(options.max_body_mib, 2047) << 20,  # gRPC's limit is an int
         token=_resolved(options.token),
         certificate=_resolved(options.tls_cert),

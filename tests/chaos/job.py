@@ -41,7 +41,8 @@ def main() -> None:
 
     marks.write("imported")
     faults.at_phase("rendezvous")
-    strategy = tfdist.make_strategy(pipeline=tfdist.PipelineOptions(split_size=6))
+    cut = ["normalization"] if args.variant == "exact" else "auto"
+    strategy = tfdist.make_strategy(pipeline=tfdist.PipelineOptions(split_size=6, cut=cut))
     marks.write("joined")
     faults.watch_writes({"checkpoints": args.checkpoints, "best": args.out / "best"})
     verdict = _train(args, strategy, marks=marks, faults=faults)

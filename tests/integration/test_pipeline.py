@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.graphs import MODELS, data_of, ragged, residual, several
+from tests.graphs import MODELS, ragged, residual, several
 from tests.refusals import refusal
 from tfdist.cluster import KINDS
-from tfdist.pipeline import cuts, engine
+from tfdist.pipeline import engine
 from tfdist.pipeline.cuts import (
     LayerGraph,
     chosen_places,
@@ -451,37 +451,22 @@ def test_an_exact_run_depends_on_work_and_seed_only(one_stage, tmp_path):
     with strategy.scope():
         model = model_with()
     tfdist.fit(model, X, Y, batch_size=8, verbose=0, callbacks=[backup(tmp_path / "a")])
-    assert place.chosen.counted
+    assert place.chosen.exact
     with strategy.scope():
         model = keras.Sequential([keras.Input((5,)), L.Dense(3), Draws()])
         model.compile("sgd", SPARSE(from_logits=True))
     fit = functools.partial(tfdist.fit, model, X, Y, batch_size=8, verbose=0)
     assert refusal(lambda: fit(callbacks=[backup(tmp_path / "b")])).code == "not-exact"
     fit()
-    assert not place.chosen.counted
+    assert not place.chosen.exact
     strategy = one_stage("auto")
     with strategy.scope():
         model = model_with()
     refused = lambda: tfdist.fit(model, X, Y, callbacks=[backup(tmp_path / "c")])  # noqa: E731
     assert refusal(refused).code == "not-exact"
-
-
-def test_the_cut_by_work_counts_operations_not_time(monkeypatch):
-    monkeypatch.setattr(cuts, "_timed", pytest.fail)
-
-    def names(model, *, rows=4):
-        graph = LayerGraph(model)
-        x, _ = data_of(graph.functional, rows)
-        flat = [tf.constant(each) for each in keras.tree.flatten(x)]
-        return [place.name for place in chosen(graph, stages=2, inputs=flat, counted=True)]
-
-    wide = [L.Dense(400, name=name) for name in ("first", "most", "more")]
-    model = keras.Sequential([keras.Input((5,)), *wide, L.Dense(2, name="last")])
-    assert names(model) == names(model) == ["most"]
-    for name in ("residual", "nested", "forked"):
-        assert names(MODELS[name][0]())
-    loops = keras.Sequential([keras.Input((50, 8)), L.LSTM(8, name="loop"), L.Dense(8), L.Dense(8)])
-    assert names(loops) == ["loop"]
+    stages = functools.partial(pipeline_setup.Stages, index=0, count=2, names=())
+    for cut, is_measured in (("auto", True), (None, True), (["a"], False)):
+        assert stages(options=pipeline_setup.PipelineOptions(cut=cut)).is_measured == is_measured
 
 
 def test_a_cut_of_version_0_2_is_read():

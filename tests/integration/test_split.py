@@ -145,7 +145,7 @@ def test_each_part_is_read_once_between_two_writes():
     ids=["loop", "function"],
 )
 def test_an_update_in_a_loop_is_refused(step):
-    assert refused(lambda: traced(step, in_parts())) == ("step", "unsupported-optimizer")
+    assert refused(lambda: traced(step, in_parts())) == ("step", "split-variable")
 
 
 def test_a_gradient_of_dynamic_shape_is_split_among_partitions():

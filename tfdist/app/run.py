@@ -248,10 +248,8 @@ def _show_finished(config: Any, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _log_result(summary: Mapping[str, Any], directory: RunDirectory) -> None:
-    values = summary["metrics"].items()
-    metrics = ", ".join(f"{n} {'not finite' if v is None else f'{v:.4g}'}" for n, v in values)
-    text = "%s at step %s (%s); files in %s"
-    logger.info(text, summary["status"], summary["steps"], metrics, directory.path)
+    text = "%s at step %s; files in %s"
+    logger.info(text, summary.get("status"), summary.get("steps"), directory.path)
 
 
 def _run_dir(config: Any, task: TaskConfig | None, *, now: datetime) -> str:

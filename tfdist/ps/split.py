@@ -148,7 +148,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
                     f"a tf.while_loop or tf.function of the step updates {self.name}, which is "
                     "split",
                     fix="use a Python loop, which the step unrolls, or leave out --split_bytes",
-                    code="unsupported-optimizer",
+                    code="split-variable",
                 )
             graph = graph.outer_graph
 
@@ -181,7 +181,7 @@ class SplitVariable(tf.__internal__.types.Tensor):
             "tf.train.Checkpoint or model.export",
             f"{self.name} is split over {len(self.parts)} parameter servers",
             fix="save the model with model.save, then load and export it on one device",
-            code="unsupported-optimizer",
+            code="split-variable",
         )
 
     _export_to_saved_model_graph = _serialize_to_tensors
@@ -266,5 +266,5 @@ def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
         "optimizer",
         f"{type(optimizer).__name__} cannot update {split[0].path}, because it is split",
         fix=f"leave out --split_bytes, or use an optimizer of this list: {', '.join(_BY_ROWS)}",
-        code="unsupported-optimizer",
+        code="split-variable",
     )

@@ -65,12 +65,12 @@ class Choices:
     Attributes:
       cuts: Nodes of the model's graph after which a stage ends, by `cut_key`.
       split_size: Most examples in a micro-batch, `None` if not chosen.
-      counted: True to choose by counted work, which is deterministic. False to choose by time.
+      exact: Whether the run must resume with the same bits.
     """
 
     cuts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     split_size: int | None = None
-    counted: bool = False
+    exact: bool = False
 
     def state(self) -> dict[str, Any]:
         """Return the choices as a JSON object for `take`."""
@@ -116,6 +116,12 @@ class Stages:
     pipelines: int = 1
     peers: Ring | None = None
     chosen: Choices = dataclasses.field(default_factory=Choices)
+
+    @property
+    def is_measured(self) -> bool:
+        """Return whether measured times choose the cuts or the size of a micro-batch."""
+        has_auto_cut = self.count > 1 and self.options.cut in (None, "auto")
+        return has_auto_cut or self.options.split_size == "auto"
 
 
 def join(

@@ -250,8 +250,8 @@ def require_alone(where: str, environ: Mapping[str, str]) -> None:
 
 FORK_LOG = "fork-server.log"
 
-_SAME = ("tuner", "objective", "direction", "factor", "strategy", "workers", "ps", "seed")
 _REMOVED = ("gradient_accumulation_steps", 1)  # a field with its default, in older journals
+_SAME = ("tuner", "objective", "direction", "factor", "strategy", "workers", "ps", "seed")
 
 
 def require_own(path: Path) -> None:
