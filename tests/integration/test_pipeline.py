@@ -28,6 +28,7 @@ from tfdist.strategy import pipeline_setup
 from tfdist.training import inputs
 from tfdist.training.keras_compat import fuse, random_key
 from tfdist.training.keras_compat.trace import warn_once
+from tfdist.training.resume import require_exact
 
 L = keras.layers
 MICROS, ROWS = 3, 4
@@ -464,9 +465,19 @@ def test_an_exact_run_depends_on_work_and_seed_only(one_stage, tmp_path):
         model = model_with()
     refused = lambda: tfdist.fit(model, X, Y, callbacks=[backup(tmp_path / "c")])  # noqa: E731
     assert refusal(refused).code == "not-exact"
-    stages = functools.partial(pipeline_setup.Stages, index=0, count=2, names=())
-    for cut, is_measured in (("auto", True), (None, True), (["a"], False)):
-        assert stages(options=pipeline_setup.PipelineOptions(cut=cut)).is_measured == is_measured
+
+
+@pytest.mark.parametrize(("cut", "is_refused"), [("auto", True), (None, True), (["a"], False)])
+def test_an_exact_run_needs_named_cuts(cut, is_refused):
+    options = pipeline_setup.PipelineOptions(cut=cut)
+    place = pipeline_setup.Stages(index=0, count=2, names=(), options=options)
+    job = types.SimpleNamespace(kind=KINDS["pipeline"], stages=place, is_chief=True)
+    feed = types.SimpleNamespace(source=None)
+    require = functools.partial(require_exact, [types.SimpleNamespace(exact=True)], feed, job=job)
+    if is_refused:
+        assert refusal(require).code == "not-exact"
+    else:
+        require()
 
 
 def test_a_cut_of_version_0_2_is_read():
@@ -504,7 +515,7 @@ def test_a_pairwise_loss_gets_the_whole_batch_or_warns(strategies, one_stage, ca
 
 def test_frozen_weights_stay_as_they_are_in_several_pipelines(one_stage, monkeypatch):
     """Three, the others of which have the same examples: a third of a weight is no float32."""
-    peers = types.SimpleNamespace(sum=lambda *arrays, of: [3 * array for array in arrays])
+    peers = types.types.SimpleNamespace(sum=lambda *arrays, of: [3 * array for array in arrays])
     monkeypatch.setattr(inputs, "require_same_examples", lambda job, source: None)
     with one_stage(2, pipelines=3, peers=peers).scope():
         frozen = L.Dense(8)
@@ -530,7 +541,7 @@ def test_models_that_cannot_train_in_stages_are_refused(
     one_stage, kind, reduction, code, monkeypatch
 ):
     """And the links to the neighbours are left as they were, for another model."""
-    link = types.SimpleNamespace(fail=pytest.fail)
+    link = types.types.SimpleNamespace(fail=pytest.fail)
     monkeypatch.setattr(engine, "links_of", lambda place: (link, link))
     with one_stage().scope():
         model = kind([keras.Input((5,)), L.Dense(3)])

@@ -117,12 +117,6 @@ class Stages:
     peers: Ring | None = None
     chosen: Choices = dataclasses.field(default_factory=Choices)
 
-    @property
-    def is_measured(self) -> bool:
-        """Return whether measured times choose the cuts or the size of a micro-batch."""
-        has_auto_cut = self.count > 1 and self.options.cut in (None, "auto")
-        return has_auto_cut or self.options.split_size == "auto"
-
 
 def join(
     config: TaskConfig, options: PipelineOptions, *, timeout_s: float, ports: range | None

@@ -220,7 +220,11 @@ def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) 
                 "the steps of strategy ps have no fixed order",
                 fix="use strategy single, mirrored, multiworker or pipeline",
             )
-        if job.stages is not None and job.stages.is_measured:
+        place = job.stages
+        if place is not None and (
+            place.options.split_size == "auto"
+            or (place.count > 1 and place.options.cut in (None, "auto"))
+        ):
             raise _refused(
                 'cut="auto" and split_size="auto" depend on measured times',
                 fix="name the layers of the cut, as the log of another run has them, and pass a "
