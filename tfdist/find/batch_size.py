@@ -403,7 +403,7 @@ def _train(request: dict[str, Any]) -> float:
     clock = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda *_: ends_s.append(time.perf_counter())
     )
-    x, y, weight = _zeros(request["spec"], batch_size)
+    x, y, weight = zeros(request["spec"], batch_size)
     fit(
         model,
         x,
@@ -418,7 +418,7 @@ def _train(request: dict[str, Any]) -> float:
     return batch_size * steps / (ends_s[1] - ends_s[0])
 
 
-def _zeros(spec: Any, batch_size: int) -> tuple[Any, Any, Any]:
+def zeros(spec: Any, batch_size: int) -> tuple[Any, Any, Any]:
     """Return x, y and sample weights of zeros or empty strings, `None` for each missing part."""
     import tensorflow as tf
 
