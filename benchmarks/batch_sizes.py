@@ -1,4 +1,4 @@
-"""``python -m benchmarks.batch_sizes [SUBJECT ...]``: speed, busy cores and memory by batch size.
+"""``python -m benchmarks.batch_sizes [SUBJECT ...]``: speed and memory by batch size.
 
 SUBJECT is ``file.py:function``, which returns ``(model, x, y)``. Each batch size trains alone in a
 child process, from small to large, until a size does not fit.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,13 +20,13 @@ import tensorflow as tf
 
 from benchmarks.panels import empty_panels
 from benchmarks.subject import of_config, read
-from tfdist.argument_parser import Parser, require_writable, run_program
+from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, require, require_int, require_number
 from tfdist.find.batch_size import BatchTrial, memory_limits, request_of, try_out
 
 _USE = 0.9
 _HEADER = f"{'model':>24} {'parameters':>12} {'batch size':>10}"
-_HEADER += f" {'examples/s':>12} {'busy cores':>10} {'peak MiB':>10}"
+_HEADER += f" {'examples/s':>12} {'peak MiB':>10}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,8 +49,15 @@ def arguments(*, prog: str, description: str, steps: int, timeout_s: float) -> P
 def check(options: Any) -> None:
     require_int("--steps", options.steps, least=1)
     require_number("--timeout_s", options.timeout_s, above=0, unit="seconds")
-    require_writable("--plot", options.plot)
-    require_writable("--json", options.json)
+    for flag in ("plot", "json"):  # before the measurement
+        path = getattr(options, flag)
+        require(
+            path is None or os.access(path.parent, os.W_OK),
+            f"--{flag}",
+            f"cannot write the file {path}",
+            fix="pass a file in an existing directory",
+            code="not-writable",
+        )
 
 
 def whole_numbers(flag: str, words: Sequence[str]) -> list[int]:
@@ -89,16 +97,14 @@ def parse_batch(argv: Sequence[str]) -> Any:
     parser = arguments(
         prog="python -m benchmarks.batch_sizes",
         description=__doc__.partition("\n\n")[0],
-        steps=10,
+        steps=50,
         timeout_s=600.0,
     )
     add = parser.add_argument
     add("names", nargs="*", default=[], metavar="FILE.py:FUNCTION", help="returns model, x, y")
     add("--sizes", default="8,16,32,64,128,256", help="batch sizes, from small on")
-    add("--least_s", type=float, default=2.0, help="how long rounds are repeated; the first apart")
     options = parser.parse_args(words)
     options.sizes = sorted(set(whole_numbers("--sizes", options.sizes.split(","))))
-    require_number("--least_s", options.least_s, least=0, unit="seconds")
     check(options)
     options.subjects = [*([name] for name in options.names), *([config] if config else [])] or [[]]
     return options
@@ -107,16 +113,20 @@ def parse_batch(argv: Sequence[str]) -> Any:
 def _measure_batch(options: Any, folder: Path) -> dict[str, list[BatchTrial]]:
     """Train every subject with every size up to one that does not fit, and print each."""
     measured = dict[str, list[BatchTrial]]()
-    common = {"steps": options.steps, "least_s": options.least_s}
     print(_HEADER)
     for words in options.subjects:
         name = Path(" ".join(words) or "cnn").name
         trials = measured.setdefault(name, [])
         subject = read(words, strategy=tf.distribute.get_strategy())
-        request = {**common, **request_of(subject.model, subject.x, subject.y, folder / "m.keras")}
+        request = request_of(subject.model, subject.x, subject.y, folder / "m.keras")
+        request["steps"] = options.steps
         limits, parameters = memory_limits(_USE), subject.model.count_params()
         for size in options.sizes:
-            trial = try_out({**request, "batch_size": size}, limits, timeout_s=options.timeout_s)
+            trial = try_out(
+                {**request, "batch_size": size},
+                limits,
+                timeout_s=options.timeout_s,
+            )
             trials += [trial] if trial.fits else []
             print(_line(name, trial, parameters), flush=True)
             if options.json:
@@ -129,16 +139,16 @@ def _measure_batch(options: Any, folder: Path) -> dict[str, list[BatchTrial]]:
 
 
 def _draw_batch(measured: dict[str, list[BatchTrial]], path: Path) -> None:
-    """Draw speed, busy cores and memory over batch size, a line for each subject, as PNG or PDF."""
-    figure, panels = empty_panels(columns=3, width=4.2)
+    """Draw speed and memory over batch size, a line for each subject, as PNG or PDF."""
+    figure, panels = empty_panels(columns=2, width=4.2)
     for name, trials in measured.items():
         if not trials:
             continue
         sizes = [trial.batch_size for trial in trials]
-        speeds, cores = zip(*((t.examples_per_second, t.cores) for t in trials), strict=True)
-        for axes, values in zip(panels, (speeds, cores, map(_mib, trials)), strict=True):
+        speeds = [trial.examples_per_second for trial in trials]
+        for axes, values in zip(panels, (speeds, map(_mib, trials)), strict=True):
             axes.plot(sizes, list(values), marker="o", ms=3.5, label=name)
-    titles = ("Examples a second", "Busy cores", "Peak memory in MiB")
+    titles = ("Examples a second", "Peak memory in MiB")
     for axes, title in zip(panels, titles, strict=True):
         label_sizes(axes, title=title, label="batch size")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
@@ -149,7 +159,7 @@ def _line(name: str, trial: BatchTrial, parameters: int) -> str:
     if not trial.fits:
         return f"{name:>24} {'':>12} {trial.batch_size:>10} {trial.cause}"
     line = f"{name:>24} {parameters:>12,} {trial.batch_size:>10}"
-    return f"{line} {trial.examples_per_second:>12,.0f} {trial.cores:>10.2f} {_mib(trial):>10,.0f}"
+    return f"{line} {trial.examples_per_second:>12,.0f} {_mib(trial):>10,.0f}"
 
 
 def _mib(trial: BatchTrial) -> float:

@@ -19,7 +19,9 @@ import keras
 import numpy as np
 
 from benchmarks.subject import Subject, read
-from tfdist.find.spec import spec_of, zeros
+from tfdist.data.resolve import as_source
+from tfdist.data.source import spec_of_batches
+from tfdist.find.batch_size import zeros
 from tfdist.strategy import current_job, make_strategy
 from tfdist.strategy.job import Job
 from tfdist.strategy.pipeline_setup import PipelineOptions
@@ -77,7 +79,7 @@ def main() -> int:
     assert job is not None
     _pin(job)
     subject = _subject(request, strategy)
-    x, y, weight = zeros(spec_of(subject.x, subject.y), request["batch_size"])
+    x, y, weight = zeros(spec_of_batches(as_source(subject.x, subject.y)), request["batch_size"])
     fit(
         subject.model,
         x,

@@ -54,92 +54,54 @@ _HOME_OF = {
 if TYPE_CHECKING:
     from typing import Any
 
-    from tfdist import data, errors, tuning
-    from tfdist.checkpoint.backup import BackupAndRestore, ModelCheckpoint
-    from tfdist.checkpoint.publish import PublishModel
-    from tfdist.checkpoint.warm_start import load_weights
-    from tfdist.errors import (
-        JobFailed,
-        PeerLost,
-        StartupTimeout,
-        Stopped,
-        TfdistError,
-        UsageError,
-    )
-    from tfdist.find.batch_size import find_batch_size
-    from tfdist.find.learning_rate import find_learning_rate
-    from tfdist.launch.spawn import spawn
-    from tfdist.serving.export import export_model
-    from tfdist.strategy import (
-        all_gather,
-        all_reduce,
-        barrier,
-        broadcast,
-        chief_first,
-        gather,
-        is_chief,
-        make_strategy,
-        on_chief,
-        reduce,
-        run_dir,
-        scatter,
-    )
-    from tfdist.strategy.pipeline_setup import PipelineOptions
-    from tfdist.training.epochs import VirtualEpochs
-    from tfdist.training.evaluation import Evaluator, evaluate, predict
-    from tfdist.training.fitting import StepLoop, fit
-    from tfdist.training.run_settings import Run
+    from tfdist import data as data
+    from tfdist import errors as errors
+    from tfdist import tuning as tuning
+    from tfdist.checkpoint.backup import BackupAndRestore as BackupAndRestore
+    from tfdist.checkpoint.backup import ModelCheckpoint as ModelCheckpoint
+    from tfdist.checkpoint.publish import PublishModel as PublishModel
+    from tfdist.checkpoint.warm_start import load_weights as load_weights
+    from tfdist.errors import JobFailed as JobFailed
+    from tfdist.errors import PeerLost as PeerLost
+    from tfdist.errors import StartupTimeout as StartupTimeout
+    from tfdist.errors import Stopped as Stopped
+    from tfdist.errors import TfdistError as TfdistError
+    from tfdist.errors import UsageError as UsageError
+    from tfdist.find.batch_size import find_batch_size as find_batch_size
+    from tfdist.find.learning_rate import find_learning_rate as find_learning_rate
+    from tfdist.launch.spawn import spawn as spawn
+    from tfdist.serving.export import export_model as export_model
+    from tfdist.strategy import all_gather as all_gather
+    from tfdist.strategy import all_reduce as all_reduce
+    from tfdist.strategy import barrier as barrier
+    from tfdist.strategy import broadcast as broadcast
+    from tfdist.strategy import chief_first as chief_first
+    from tfdist.strategy import gather as gather
+    from tfdist.strategy import is_chief as is_chief
+    from tfdist.strategy import make_strategy as make_strategy
+    from tfdist.strategy import on_chief as on_chief
+    from tfdist.strategy import reduce as reduce
+    from tfdist.strategy import run_dir as run_dir
+    from tfdist.strategy import scatter as scatter
+    from tfdist.strategy.pipeline_setup import PipelineOptions as PipelineOptions
+    from tfdist.training.epochs import VirtualEpochs as VirtualEpochs
+    from tfdist.training.evaluation import Evaluator as Evaluator
+    from tfdist.training.evaluation import evaluate as evaluate
+    from tfdist.training.evaluation import predict as predict
+    from tfdist.training.fitting import StepLoop as StepLoop
+    from tfdist.training.fitting import fit as fit
+    from tfdist.training.run_settings import Run as Run
 
-__all__ = [
-    "BackupAndRestore",
-    "Evaluator",
-    "JobFailed",
-    "ModelCheckpoint",
-    "PeerLost",
-    "PipelineOptions",
-    "PublishModel",
-    "Run",
-    "StartupTimeout",
-    "StepLoop",
-    "Stopped",
-    "TfdistError",
-    "UsageError",
-    "VirtualEpochs",
-    "__version__",
-    "all_gather",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "chief_first",
-    "data",
-    "errors",
-    "evaluate",
-    "export_model",
-    "find_batch_size",
-    "find_learning_rate",
-    "fit",
-    "gather",
-    "is_chief",
-    "load_weights",
-    "make_strategy",
-    "on_chief",
-    "predict",
-    "reduce",
-    "run_dir",
-    "scatter",
-    "spawn",
-    "tuning",
-]
+__all__ = sorted(["__version__", *_HOME_OF])
 
 
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         from tfdist.errors import near
-        from tfdist.renamed import instead_of
 
-        advice = f". Fix: {known}" if (known := instead_of(name)) else near(name, _HOME_OF)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
+        hint = near(name, _HOME_OF)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     if name == "export_model":
         from tfdist.errors import require_packages
 

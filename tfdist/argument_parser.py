@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 from tfdist.errors import (
@@ -19,10 +18,8 @@ from tfdist.errors import (
     TfdistError,
     UsageError,
     near,
-    require,
 )
 from tfdist.options import underscored
-from tfdist.renamed import instead_of
 
 _EXIT_SIGPIPE = 141
 
@@ -61,19 +58,6 @@ def show(name: str, text: str) -> int:
         return EXIT_OK
 
     return run_program(name, run, is_report=True)
-
-
-def require_writable(flag: str, path: Path | None) -> None:
-    """Raise UsageError if the file of a flag cannot be written, before the program starts work."""
-    if path is not None:
-        is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
-        require(
-            is_writable and not path.is_dir(),
-            flag,
-            f"cannot write the file {path}",
-            fix="pass the path of a writable file in an existing directory",
-            code="not-writable",
-        )
 
 
 @contextlib.contextmanager
@@ -133,8 +117,7 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         hint = near(name, self._option_string_actions) if name.startswith("--") else ""
         problem = f"{name!r} is not an argument of {self.prog}{hint}"
-        fix = instead_of(name) or "see --help"
-        return UsageError("command line", problem, fix=fix, code="unknown-flag")
+        return UsageError("command line", problem, fix="see --help", code="unknown-flag")
 
     def error(self, message: str) -> NoReturn:
         """Raise a message of argparse as a UsageError."""

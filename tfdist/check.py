@@ -10,13 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes.util
 import dataclasses
-import importlib.util
 import io
 import os
-import re
 import shlex
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,7 +47,6 @@ _TASK_BYTES = 1 << 30  # importing TensorFlow uses 640 MB of it
 _SHM_BYTES = 256 << 20
 _DISK_BYTES = 1 << 30
 _REMOTE_S = 60.0
-_SMI_S = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,10 +187,7 @@ def check_host(
     yield from check_packages(versions(), metadata.requires("tfdist") or ())
     yield from _check_machine(machine)
     if machine.gpus:
-        found = versions()
-        nccl = found.get("nvidia-nccl-cu12") or found.get("nvidia-nccl-cu13")
-        nccl = nccl or ctypes.util.find_library("nccl") or ""
-        yield from check_gpus(_gpus(), _kernels(), nccl=nccl)
+        yield from _check_nccl(versions())
     yield from check_directory(run_dir)
 
 
@@ -246,57 +239,12 @@ def _check_machine(machine: Machine) -> Findings:
         yield Finding(subject="shared memory", problem=problem, fix=fix, is_error=False)
 
 
-def check_gpus(gpus: Sequence[tuple[str, str]], kernels: Sequence[str], *, nccl: str) -> Findings:
-    """Yield GPUs that the TensorFlow wheel has no kernels for, and a missing NCCL.
-
-    Args:
-        gpus: Name and compute capability of each GPU, such as ``("NVIDIA H200", "9.0")``.
-        kernels: Targets of the wheel. ``sm_89`` is machine code. ``compute_90`` is machine code,
-            and also PTX, which the driver compiles for later GPUs.
-        nccl: Version or file of NCCL, empty if it is missing.
-    """
-    targets = [(int(number) // 10, int(number) % 10) for _, number in map(_split_target, kernels)]
-    ptx = [number for kind, number in map(_split_target, kernels) if kind == "compute"]
-    for name, capability in dict.fromkeys(gpus):
-        major, minor = map(int, capability.split("."))
-        if not targets or any(major == a and b <= minor for a, b in targets):
-            continue
-        can_compile = any(int(number) <= 10 * major + minor for number in ptx)
-        problem = f"TensorFlow has no kernels for {name} (sm_{major}{minor}), only {named(kernels)}"
-        if can_compile:
-            problem += ". The driver compiles them at the first start, for minutes, or fails with "
-            problem += "CUDA_ERROR_INVALID_PTX"
-        fix = "use a TensorFlow that is built for this GPU, such as NVIDIA's container"
-        yield Finding(subject="GPU", problem=problem, fix=fix, is_error=not can_compile)
-    if gpus and not nccl:
+def _check_nccl(found: Mapping[str, str]) -> Findings:
+    packages = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+    if not any(name in found for name in packages) and not ctypes.util.find_library("nccl"):
         problem = "NCCL is missing, which TensorFlow loads for sums between GPUs"
         fix = "pip install 'tfdist[gpu]', or install libnccl2"
         yield Finding(subject="GPU", problem=problem, fix=fix, is_error=False)
-
-
-def _split_target(target: str) -> tuple[str, str]:
-    kind, _, number = target.partition("_")
-    return kind, number.rstrip("af")  # sm_120a has instructions of this GPU only
-
-
-def _gpus() -> list[tuple[str, str]]:
-    """Return the name and the compute capability of each GPU that nvidia-smi lists."""
-    query = ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return re.findall(r"^(.*), (\d+\.\d+)$", done.stdout, re.MULTILINE)
-
-
-def _kernels() -> list[str]:
-    """Return the targets of the TensorFlow wheel, without importing TensorFlow."""
-    spec = importlib.util.find_spec("tensorflow")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        with contextlib.suppress(OSError):
-            text = (Path(folder) / "python" / "platform" / "build_info.py").read_text()
-            return re.findall(r"\b((?:sm|compute)_\d+[af]?)\b", text)
-    return []
 
 
 def available_bytes() -> int:

@@ -99,7 +99,7 @@ def _check_files(options: Any) -> None:
         "--tls_cert",
         "TLS needs both --tls_cert and --tls_key",
         fix="pass both files",
-        code="half-tls",
+        code="no-value",
     )
     for flag in ("token", "tls_cert", "tls_key"):
         path = getattr(options, flag)
@@ -136,7 +136,7 @@ def _serve_on_ray(options: Any) -> None:
             f"--{flag}",
             "--on ray does not support this flag",
             fix="leave it out, and set up tokens and TLS in a proxy in front of Ray Serve",
-            code="not-on-ray",
+            code="unused-option",
         )
     require(
         0 <= options.rest_port < 65536,  # Ray's proxies would fail without a message
@@ -153,20 +153,16 @@ def _serve_on_ray(options: Any) -> None:
 
 def _settings(options: Any) -> ServeOptions:
     """Convert the flags to the settings of a service, or raise UsageError."""
-    from tfdist.serving.dispatch import QueueLimits
     from tfdist.serving.supervisor import ServeOptions
 
     most = options.max_batch
-    same = ("name", "replicas", "host", "rest_port", "grpc_port", "timeout_s", "drain_s")
+    same = ("name", "replicas", "host", "rest_port", "grpc_port", "timeout_s", "hang_s", "drain_s")
     return ServeOptions(
         **{name: getattr(options, name) for name in same},
         directory=options.directory.resolve(),
         batch_sizes=(*(1 << n for n in range(most.bit_length()) if 1 << n < most), most),
-        limits=QueueLimits(
-            requests=options.max_queue,
-            window=2 * most,
-            hang_s=options.hang_s,
-        ),
+        requests=options.max_queue,
+        window=2 * most,
         body_bytes=min(options.max_body_mib, 2047) << 20,  # gRPC's limit is an int
         token=_resolved(options.token),
         certificate=_resolved(options.tls_cert),

@@ -32,7 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
         str(run_dir),
         "no elastic job runs here, or it runs on several hosts, where the number is fixed",
         fix="start a job with --elastic on one host, and pass its run directory",
-        code="not-elastic",
+        code="no-launcher",
     )
     workers = arguments.workers
     refusal = _asked(report["control"], {"workers": workers}, run_dir)["refusal"]

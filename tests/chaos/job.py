@@ -41,7 +41,8 @@ def main() -> None:
 
     marks.write("imported")
     faults.at_phase("rendezvous")
-    strategy = tfdist.make_strategy(pipeline=tfdist.PipelineOptions(split_size=6))
+    cut = ["normalization"] if args.variant == "exact" else "auto"
+    strategy = tfdist.make_strategy(pipeline=tfdist.PipelineOptions(split_size=6, cut=cut))
     marks.write("joined")
     faults.watch_writes({"checkpoints": args.checkpoints, "best": args.out / "best"})
     verdict = _train(args, strategy, marks=marks, faults=faults)
@@ -140,7 +141,6 @@ def _callbacks(
 
     import tfdist
     from tfdist.app.run import RunReporter
-    from tfdist.outputs.display import ProgressDisplay
 
     (args.out / "best").mkdir(exist_ok=True)
     own = keras.callbacks
@@ -153,7 +153,7 @@ def _callbacks(
     return [
         *callbacks,
         tfdist.ModelCheckpoint(args.out / "best" / "best.keras", save_best_only=True),
-        RunReporter(directory, plan, display=ProgressDisplay(total_steps=plan.total_steps)),
+        RunReporter(directory, plan),
         _told_of(plan, marks=marks, faults=faults),
         _timed_backup(args, marks=marks, faults=faults),
     ]

@@ -131,7 +131,7 @@ def test_an_export_respects_existing_content_of_the_directory(trained, tmp_path,
     ):
         tfdist.export_model(trained, tmp_path, name="m")
     for options, code in (
-        ({"name": "m", "version": 7}, "version-exists"),
+        ({"name": "m", "version": 7}, "exists"),
         ({"name": "../m"}, "not-a-name"),
     ):
         caught = refusal(lambda words=options: tfdist.export_model(trained, tmp_path, **words))
@@ -276,7 +276,7 @@ def test_an_unbuilt_or_unsaveable_model_is_refused(tmp_path, strategies):
     sparse = type("Sparse", (keras.Model,), to_sparse)(name="sparse")
     sparse(x)
     caught = refusal(lambda: tfdist.export_model(sparse, tmp_path, samples=x))
-    assert caught.code == "not-a-tensor"
+    assert caught.code == "not-dense"
     assert caught.problem.startswith("output 'output_0' is a SparseTensor")
 
     class Silent(layers.Layer):
@@ -393,7 +393,7 @@ def test_a_version_is_written_to_a_url(tmp_path, monkeypatch):
     names = [path.removeprefix("/bucket/served/line/") for path in order]
     assert names[len(names) // 2 - 2 : len(names) // 2] == ["1/saved_model.pb", "1/manifest.json"]
     assert "2/variables/variables.index" in names
-    assert refusal(lambda: tfdist.export_model(model, url, version=2)).code == "version-exists"
+    assert refusal(lambda: tfdist.export_model(model, url, version=2)).code == "exists"
     MemoryFileSystem().get("/bucket/served/line/2", str(tmp_path / "copy"), recursive=True)
     x = RNG.rand(3, 3).astype("float32")
     (found,) = call(tmp_path / "copy", x=x).values()
@@ -439,10 +439,10 @@ def test_adapted_layers_are_published_or_refused(tmp_path):
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["none.keras", "out"], "not-a-source"),
-        (["none", "out"], "not-a-source"),
-        ([__file__, "out"], "not-a-source"),
-        ([".", "out"], "not-a-source"),
+        (["none.keras", "out"], "no-model"),
+        (["none", "out"], "no-model"),
+        ([__file__, "out"], "no-model"),
+        ([".", "out"], "no-model"),
         ([".", "out", "--model", "none.py:make"], "not-a-model"),
         ([".", "out", "--step", "3", "--best"], "exclusive"),
         (["a.keras", "out", "--versoin", "8"], "unknown-flag"),

@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.graphs import MODELS, data_of, ragged, residual, several
+from tests.graphs import MODELS, ragged, residual, several
 from tests.refusals import refusal
 from tfdist.cluster import KINDS
-from tfdist.pipeline import cuts, engine
+from tfdist.pipeline import engine
 from tfdist.pipeline.cuts import (
     LayerGraph,
     chosen_places,
@@ -28,6 +28,7 @@ from tfdist.strategy import pipeline_setup
 from tfdist.training import inputs
 from tfdist.training.keras_compat import fuse, random_key
 from tfdist.training.keras_compat.trace import warn_once
+from tfdist.training.resume import require_exact
 
 L = keras.layers
 MICROS, ROWS = 3, 4
@@ -216,7 +217,7 @@ def test_no_variable_is_on_both_sides_of_a_place():
     y = twice(L.Dense(4, name="between")(y))
     model = keras.Model(x, L.Dense(4, name="after")(y))
     assert [p.name for p in LayerGraph(model).places()] == ["before", "twice"]
-    assert refusal(lambda: stages_of(model, ["between"])).code == "no-place"
+    assert refusal(lambda: stages_of(model, ["between"])).code == "no-cut"
 
 
 def own_call():
@@ -236,14 +237,14 @@ def stateful(*, inside):
 @pytest.mark.parametrize(
     ("mistake", "code"),
     [
-        (own_call, "no-layer-graph"),
-        (lambda: LayerGraph(keras.Sequential([L.Dense(2)])), "no-layer-graph"),
-        (lambda: stateful(inside=False), "stateful-layer"),
-        (lambda: stateful(inside=True), "stateful-layer"),
+        (own_call, "no-cut"),
+        (lambda: LayerGraph(keras.Sequential([L.Dense(2)])), "no-cut"),
+        (lambda: stateful(inside=False), "unsupported-layer"),
+        (lambda: stateful(inside=True), "unsupported-layer"),
         (lambda: stages_of(several(), ["third"]), "unknown-value"),
-        (lambda: stages_of(residual(), ["head"]), "empty-stage"),
-        (lambda: stages_of(ragged(), ["embed"]), "no-place"),
-        (lambda: stages_of(several(), ["second", "second"]), "empty-stage"),
+        (lambda: stages_of(residual(), ["head"]), "no-cut"),
+        (lambda: stages_of(ragged(), ["embed"]), "no-cut"),
+        (lambda: stages_of(several(), ["second", "second"]), "no-cut"),
     ],
 )
 def test_impossible_cuts_are_refused(mistake, code):
@@ -451,14 +452,14 @@ def test_an_exact_run_depends_on_work_and_seed_only(one_stage, tmp_path):
     with strategy.scope():
         model = model_with()
     tfdist.fit(model, X, Y, batch_size=8, verbose=0, callbacks=[backup(tmp_path / "a")])
-    assert place.chosen.counted
+    assert place.chosen.exact
     with strategy.scope():
         model = keras.Sequential([keras.Input((5,)), L.Dense(3), Draws()])
         model.compile("sgd", SPARSE(from_logits=True))
     fit = functools.partial(tfdist.fit, model, X, Y, batch_size=8, verbose=0)
     assert refusal(lambda: fit(callbacks=[backup(tmp_path / "b")])).code == "not-exact"
     fit()
-    assert not place.chosen.counted
+    assert not place.chosen.exact
     strategy = one_stage("auto")
     with strategy.scope():
         model = model_with()
@@ -466,22 +467,17 @@ def test_an_exact_run_depends_on_work_and_seed_only(one_stage, tmp_path):
     assert refusal(refused).code == "not-exact"
 
 
-def test_the_cut_by_work_counts_operations_not_time(monkeypatch):
-    monkeypatch.setattr(cuts, "_timed", pytest.fail)
-
-    def names(model, *, rows=4):
-        graph = LayerGraph(model)
-        x, _ = data_of(graph.functional, rows)
-        flat = [tf.constant(each) for each in keras.tree.flatten(x)]
-        return [place.name for place in chosen(graph, stages=2, inputs=flat, counted=True)]
-
-    wide = [L.Dense(400, name=name) for name in ("first", "most", "more")]
-    model = keras.Sequential([keras.Input((5,)), *wide, L.Dense(2, name="last")])
-    assert names(model) == names(model) == ["most"]
-    for name in ("residual", "nested", "forked"):
-        assert names(MODELS[name][0]())
-    loops = keras.Sequential([keras.Input((50, 8)), L.LSTM(8, name="loop"), L.Dense(8), L.Dense(8)])
-    assert names(loops) == ["loop"]
+@pytest.mark.parametrize(("cut", "is_refused"), [("auto", True), (None, True), (["a"], False)])
+def test_an_exact_run_needs_named_cuts(cut, is_refused):
+    options = pipeline_setup.PipelineOptions(cut=cut)
+    place = pipeline_setup.Stages(index=0, count=2, names=(), options=options)
+    job = types.SimpleNamespace(kind=KINDS["pipeline"], stages=place, is_chief=True)
+    feed = types.SimpleNamespace(source=None)
+    require = functools.partial(require_exact, [types.SimpleNamespace(exact=True)], feed, job=job)
+    if is_refused:
+        assert refusal(require).code == "not-exact"
+    else:
+        require()
 
 
 def test_a_cut_of_version_0_2_is_read():
@@ -519,7 +515,7 @@ def test_a_pairwise_loss_gets_the_whole_batch_or_warns(strategies, one_stage, ca
 
 def test_frozen_weights_stay_as_they_are_in_several_pipelines(one_stage, monkeypatch):
     """Three, the others of which have the same examples: a third of a weight is no float32."""
-    peers = types.SimpleNamespace(sum=lambda *arrays, of: [3 * array for array in arrays])
+    peers = types.types.SimpleNamespace(sum=lambda *arrays, of: [3 * array for array in arrays])
     monkeypatch.setattr(inputs, "require_same_examples", lambda job, source: None)
     with one_stage(2, pipelines=3, peers=peers).scope():
         frozen = L.Dense(8)
@@ -545,7 +541,7 @@ def test_models_that_cannot_train_in_stages_are_refused(
     one_stage, kind, reduction, code, monkeypatch
 ):
     """And the links to the neighbours are left as they were, for another model."""
-    link = types.SimpleNamespace(fail=pytest.fail)
+    link = types.types.SimpleNamespace(fail=pytest.fail)
     monkeypatch.setattr(engine, "links_of", lambda place: (link, link))
     with one_stage().scope():
         model = kind([keras.Input((5,)), L.Dense(3)])
@@ -596,7 +592,7 @@ def test_the_places_that_are_chosen_cut_the_model(make, stages):
     graph = LayerGraph(make())
     positions = [place.position for place in chosen(graph, stages=stages)]
     assert len(graph.cut(positions)) == stages
-    assert refusal(lambda: chosen(graph, stages=9)).code == "too-many-stages"
+    assert refusal(lambda: chosen(graph, stages=9)).code == "no-cut"
 
 
 def called_twice():
@@ -623,7 +619,7 @@ def skipping():
 )
 def test_a_refusal_gives_the_reason_for_few_places(make, stages, says):
     line = refusal(lambda: possible_places(LayerGraph(make()), num_stages=stages))
-    assert line.code == "too-many-stages"
+    assert line.code == "no-cut"
     assert says in str(line)
 
 

@@ -1,6 +1,5 @@
 """From a configuration to model, optimizer, learning rate and data."""
 
-import io
 import math
 from typing import Any
 
@@ -16,7 +15,6 @@ from tfdist.app.recipe import MODELS, build_model
 from tfdist.app.run import RunReporter
 from tfdist.configs import FIELDS, base
 from tfdist.errors import TfdistError
-from tfdist.outputs.display import ProgressDisplay
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.training.epochs import EpochPlan
 
@@ -140,8 +138,7 @@ PLAN = EpochPlan.uniform(epochs=3, examples=100, global_batch_size=10)
 
 
 def reporter_of(directory: RunDirectory, clock: Clock, objective_file: str = "") -> RunReporter:
-    display = ProgressDisplay(total_steps=PLAN.total_steps, stream=io.StringIO(), clock=clock)
-    return RunReporter(directory, PLAN, display=display, clock=clock, objective_file=objective_file)
+    return RunReporter(directory, PLAN, clock=clock, objective_file=objective_file)
 
 
 def run_block(

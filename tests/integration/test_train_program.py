@@ -133,7 +133,7 @@ def test_a_sweep_exports_the_model_of_its_best_trial(finished, tmp_path):
         ended = {"history": [], "reason": "", "last_lines": [], "best_virtual_epoch": 1}
         journal.add("ended", trial=trial, status="COMPLETED", score=score, **ended)
     # A program in Python: its checkpoints have no model.
-    assert refused(lambda: read_model(sweep)) == (str(sweep), "not-a-source")
+    assert refused(lambda: read_model(sweep)) == (str(sweep), "no-model")
     # A config file.
     shutil.copytree(finished, sweep / "trials" / "1")
     model, origin = read_model(sweep)
@@ -209,7 +209,7 @@ def test_patience_stops_a_run_in_its_own_directory(tmp_path):
     assert done.returncode == 0, done.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"\d{8}-\d{6}-tfdist_digits-cnn-[0-9a-f]{4}", run_dir.name)
-    assert str(run_dir.relative_to(tmp_path)) in done.stdout
+    assert str(run_dir.relative_to(tmp_path)) in done.stderr
     summary = RunDirectory(run_dir).read_summary() or {}
     assert summary["status"] == "done"
     assert summary["virtual_epochs"] < 10

@@ -251,7 +251,7 @@ def test_spaces_that_optuna_cannot_search_are_refused(tmp_path, tuner, source, s
         config=str(tmp_path / "config.py"), sweep_dir=tmp_path / "sweep", tuner=tuner
     )
     error = refusal(lambda: ConfigSweep(options, base(), {}).describe())
-    assert (error.where, error.code) == (f"--tuner {tuner}", "unsupported-space")
+    assert (error.where, error.code) == (f"--tuner {tuner}", "search-space")
     assert says in str(error)
 
 
@@ -330,7 +330,7 @@ def test_nested_hyperparameters_are_known_before_the_first_trial(tmp_path):
 @pytest.mark.parametrize(
     ("source", "line", "code"),
     [
-        ("x = 1\n", "", "no-space"),
+        ("x = 1\n", "", "search-space"),
         ('def space(hp, c):\n    c.dropout = hp.Choice("d", ["a"])\n', ", line 2", "CFG001"),
         ('def space(hp, c):\n    c.droput = hp.Float("d", 0.0, 0.5)\n', ", line 2", "CFG003"),
     ],
@@ -373,16 +373,16 @@ def test_a_finished_sweep_refuses_changes_with_the_difference(tmp_path, finished
     assert "config.momentum=0.1 (there: 0.9)" in str(refusal(lambda: run(finished, config)))
     (tmp_path / "config.py").write_text(LINE.replace("1e-1", "1.0"))
     error = refusal(lambda: run(finished))
-    assert error.code == "another-sweep"
+    assert error.code == "another-run"
     assert "learning_rate.max_value=1.0 (there: 0.1)" in str(error)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "where", "code"),
     [
-        ("run_dir", "x", "config.run_dir", "run-dir-in-a-sweep"),
-        ("objective_file", "m", "config.objective_file", "objective-file-in-a-sweep"),
-        ("validation_split", "", "--objective", "no-validation"),
+        ("run_dir", "x", "config.run_dir", "shared-directory"),
+        ("objective_file", "m", "config.objective_file", "shared-directory"),
+        ("validation_split", "", "--objective", "missing-validation"),
     ],
 )
 def test_conflicting_settings_are_refused(finished, field, value, where, code):

@@ -33,7 +33,6 @@ from uvicorn.server import ServerState
 
 from tests.processes import until
 from tfdist.serving import front
-from tfdist.serving.dispatch import QueueLimits
 from tfdist.serving.model_versions import find_versions
 from tfdist.serving.protocol import Target
 from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor, _reserved
@@ -394,7 +393,7 @@ def test_no_request_is_lost_with_a_replica(tmp_path):
 def test_a_hanging_replica_is_replaced_and_its_requests_retried(tmp_path):
     make_version(tmp_path / "m", 1)
     with (
-        service(tmp_path, replicas=2, limits={"hang_s": 1.0}) as running,
+        service(tmp_path, replicas=2, hang_s=1.0) as running,
         load(running) as outcomes,
     ):
         wait_for_more(outcomes)
@@ -504,7 +503,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path):
 def supervisor_of(directory: Path) -> ServiceSupervisor:
     """A supervisor of a model with one version, in this process."""
     make_version(directory / "m", 1)
-    options = ServeOptions(directory=directory, rest_port=0, grpc_port=0, limits=QueueLimits())
+    options = ServeOptions(directory=directory, rest_port=0, grpc_port=0)
     modules = {"replica": "tests.multiprocess.programs.fake_replica"}
     return ServiceSupervisor(options, modules=modules)
 
@@ -552,7 +551,7 @@ def test_two_services_cannot_have_one_grpc_port():
 def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path):
     make_version(tmp_path / "m", 1)
     limits = {"requests": 1, "window": 1, "hang_s": 100.0}
-    with service(tmp_path, replicas=1, limits=limits, timeout_s=2.0) as running:
+    with service(tmp_path, replicas=1, timeout_s=2.0, **limits) as running:
         (replica,) = running.replicas()
         os.kill(replica, signal.SIGSTOP)
         answers = list[tuple[int, str | None]]()
@@ -574,7 +573,7 @@ def test_a_full_queue_answers_429_and_a_deadline_504(tmp_path):
 
 def test_abandoned_requests_end_and_sigterm_answers_the_rest(tmp_path):
     make_version(tmp_path / "m", 1)
-    with service(tmp_path, replicas=1, limits={"window": 1}) as running:
+    with service(tmp_path, replicas=1, window=1) as running:
         (replica,) = running.replicas()
         os.kill(replica, signal.SIGSTOP)
         stays, leaves = running.connect(), running.connect()

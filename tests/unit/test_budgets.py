@@ -35,9 +35,7 @@ LINES = {
     "around": 6_982,  # report, outputs, app, find, ops, audit, configs and the programs
 }
 ROOMS = {
-    **dict.fromkeys(
-        ("errors", "files", "phases", "argument_parser", "loopback", "renamed"), "basics"
-    ),
+    **dict.fromkeys(("errors", "files", "phases", "argument_parser", "loopback"), "basics"),
     **{name: name for name in LINES},
     **dict.fromkeys(("ps", "pipeline"), "ps, pipeline"),
 }

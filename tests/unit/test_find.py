@@ -66,7 +66,7 @@ def child(monkeypatch):
 
 
 def test_the_answer_of_a_child_is_the_trial(child):
-    answer = {"peak_bytes": 5, "gpu_peak_bytes": None, "examples_per_second": 2.0, "cores": 1.5}
+    answer = {"peak_bytes": 5, "gpu_peak_bytes": None, "examples_per_second": 2.0}
     trial = child(f"json.dump({answer}, sys.stdout)")
     assert trial == BatchTrial(batch_size=4, fits=True, **answer)
 

@@ -161,7 +161,7 @@ with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("adam", "mse")
 tfdist.fit(model, x, y, batch_size=4, verbose=0, callbacks=[tfdist.BackupAndRestore("backup")])
-from tfdist.outputs.display import ScalarWriter
+from tfdist.outputs.scalars import ScalarWriter
 ScalarWriter("events").write(3, {{"val_loss": 0.5}})
 from tfdist.submit.__main__ import main as submit
 from tfdist import demo, serve, tune

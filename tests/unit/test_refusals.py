@@ -108,7 +108,7 @@ CALLS = {
     (best, "BackupAndRestore: mode", "unknown-value"): [
         *(("reward", "auto"), ("loss_accuracy", "least")),
     ],
-    (three_stages, "stages", "too-many-stages"): [[True, True], [True, False, True]],
+    (three_stages, "stages", "no-cut"): [[True, True], [True, False, True]],
 }
 ROWS = [
     *refused_lines(),

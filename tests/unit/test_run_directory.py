@@ -78,7 +78,7 @@ def test_overwrite_moves_the_old_run_but_not_launcher_files(directory):
     directory.checkpoints.mkdir()
     with FileLock(directory.checkpoints / ".lock").acquire():
         caught = refusal(lambda: directory.claim({"seed": 3}, overwrite=True))
-        assert (caught.where, caught.code) == ("--overwrite", "run-goes-on")
+        assert (caught.where, caught.code) == ("--overwrite", "second-writer")
         assert directory.read_config() == {"seed": 2}
     assert directory.claim({"seed": 3}, overwrite=True) is Claim.NEW
     there = [".partial-live.json", "config.json", "logs", "old-1", "old-2"]

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -24,12 +25,8 @@ from tfdist.cluster.settings import restarts
 from tfdist.configs import FREE
 from tfdist.errors import Stopped, TfdistError, UsageError
 from tfdist.files import one_line_errors
-from tfdist.outputs.display import (
-    ProgressDisplay,
-    ScalarWriter,
-    show_result,
-)
 from tfdist.outputs.run_directory import COUNTERS, DONE, Claim, RunDirectory
+from tfdist.outputs.scalars import ScalarWriter
 from tfdist.strategy import barrier, broadcast, current_job, is_chief, make_strategy
 from tfdist.strategy.group import whole
 from tfdist.training.engines import naming_a_lost_server
@@ -115,8 +112,7 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     keras.config.set_dtype_policy(config.precision)
     keras.utils.set_random_seed(seed)
     plan = recipe.plan_of(config)
-    display = ProgressDisplay(total_steps=plan.total_steps)
-    reporter = RunReporter(directory, plan, display=display, objective_file=config.objective_file)
+    reporter = RunReporter(directory, plan, objective_file=config.objective_file)
     try:
         datasets = recipe.load_datasets(config)
         with strategy.scope():
@@ -133,7 +129,7 @@ def _train(config: Any, strategy: Any, directory: RunDirectory, *, seed: int) ->
     status = DONE if done else STOPPED
     summary = _write_summary(model, reporter, directory, plan, status=status)
     if summary:
-        show_result(summary, run_dir=str(directory.path))
+        _log_result(summary, directory)
     return summary
 
 
@@ -162,7 +158,7 @@ def _fit(
         model,
         datasets.training,
         batch_size=config.global_batch_size,
-        verbose=0,
+        verbose=1 if sys.stdout.isatty() else 2,  # a log gets a line for each virtual epoch
         callbacks=callbacks,
         validation_data=datasets.validation,
         virtual_epochs=recipe.virtual_epochs(config),
@@ -247,8 +243,13 @@ def _show_finished(config: Any, directory: RunDirectory) -> dict[str, Any]:
     if config.objective_file:  # another pod has no file yet
         write_objectives(config.objective_file, directory.read_metrics(), mode="w")
     logger.info("the run in %s is finished (pass --overwrite to run it again)", directory.path)
-    show_result(summary, run_dir=str(directory.path))
+    _log_result(summary, directory)
     return summary
+
+
+def _log_result(summary: Mapping[str, Any], directory: RunDirectory) -> None:
+    text = "%s at step %s; files in %s"
+    logger.info(text, summary.get("status"), summary.get("steps"), directory.path)
 
 
 def _run_dir(config: Any, task: TaskConfig | None, *, now: datetime) -> str:
@@ -293,25 +294,20 @@ def write_objectives(
 
 
 class RunReporter(MetricsFile):
-    """Callback that writes `metrics.jsonl` and TensorBoard scalars and updates the display.
+    """Callback that writes `metrics.jsonl` and TensorBoard scalars. Only the chief calls it."""
 
-    Only the chief calls it.
-    """
-
-    once_a_range = wants_block_logs = is_required = True
+    is_required = True
 
     def __init__(
         self,
         directory: RunDirectory,
         plan: EpochPlan,
         *,
-        display: ProgressDisplay,
         clock: Callable[[], float] = time.perf_counter,
         objective_file: str = "",
     ) -> None:
         super().__init__(directory, plan, clock=clock)
         self._objective_file = objective_file
-        self._display = display
         self.log_dir = str(directory.tensorboard)
         self._scalars = ScalarWriter(directory.tensorboard)
 
@@ -320,14 +316,8 @@ class RunReporter(MetricsFile):
         super().resumed_at(step)
         if self._objective_file:
             write_objectives(self._objective_file, self._directory.read_metrics(), mode="w")
-        self._display.begin(step=step, examples=self._plan.examples_before(step))
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        super().on_train_batch_end(batch, logs)
-        self._show(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._show(logs)
         if self.step != self._plan.step_starts[epoch + 1]:
             logger.info("stopped at step %d, inside virtual epoch %d", self.step, epoch + 1)
             return
@@ -343,10 +333,5 @@ class RunReporter(MetricsFile):
         self.close()
 
     def close(self) -> None:
-        """Close the display and the event file, also after an error."""
-        self._display.end()
+        """Close the event file, also after an error."""
         self._scalars.close()
-
-    def _show(self, logs: Any) -> None:
-        examples = self._plan.examples_before(self.step)
-        self._display.update(step=self.step, examples=examples, logs=logs)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import UsageError, near
 from tfdist.options import TrainFields, table
-from tfdist.renamed import instead_of
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -63,12 +62,9 @@ def check(config: ConfigDict) -> None:
     for name, field in FIELDS.items():
         if name not in values:
             fix = "begin the config file with base()"
-            raise UsageError(f"config.{name}", "the field is missing", fix=fix, code="CFG007")
+            raise UsageError(f"config.{name}", "the field is missing", fix=fix, code="CFG001")
         if fault := field.fault(values[name]):
-            fix = f"choose another value ({field.help})"
-            is_number = isinstance(values[name], (int, float)) and field.type != "bool"
-            code = "CFG005" if field.choices else "CFG006" if is_number else "CFG004"
-            raise UsageError(f"config.{name}", fault, fix=fix, code=code)
+            raise _wrong(name, fault, f"choose another value ({field.help})")
     _check_together(values)
 
 
@@ -79,32 +75,31 @@ def unknown(name: str, *, where: str = "config") -> UsageError:
     return UsageError(
         where,
         f"unknown field {name!r}{hint}",
-        fix=instead_of(f"--config.{name}") or "see python -m tfdist.train --help for all fields",
+        fix="see python -m tfdist.train --help for all fields",
         code="CFG003",
     )
 
 
-def _check_together(values: dict[str, Any]) -> None:
-    def wrong(code: str, name: str, problem: str, fix: str) -> UsageError:
-        return UsageError(f"config.{name}", f"{values[name]} {problem}", fix=fix, code=code)
+def _wrong(name: str, problem: str, fix: str) -> UsageError:
+    return UsageError(f"config.{name}", problem, fix=fix, code="CFG004")
 
-    total = values["total_examples"]
+
+def _check_together(values: dict[str, Any]) -> None:
+    total, warmup = values["total_examples"], values["warmup_examples"]
     if values["checkpoints"] > total:
-        raise wrong("CFG009", "checkpoints", f"is above total_examples ({total})", "lower it")
-    if values["warmup_examples"] >= total:
-        problem = f"is not below total_examples ({total})"
-        raise wrong("CFG010", "warmup_examples", problem, "lower it")
-    if values["warmup_examples"] and values["schedule"] == "linear":
-        problem = "needs another schedule than linear"
-        raise wrong("CFG010", "warmup_examples", problem, "set it to 0, or use schedule cosine")
-    for name in ("augmentation.mean", "augmentation.std"):
-        numbers = [n for n in values[name] if isinstance(n, (int, float)) and math.isfinite(n)]
-        if not numbers or len(numbers) < len(values[name]):
-            fix = "write (0.5,), or a number for each channel"
-            raise wrong("CFG011", name, "has no numbers, or a number that is not finite", fix)
-    if min(values["augmentation.std"]) <= 0:
-        fix = "use numbers above 0: (1.0,) does not change images"
-        raise wrong("CFG011", "augmentation.std", "has a number that is not above 0", fix)
+        problem = f"{values['checkpoints']} is above total_examples ({total})"
+        raise _wrong("checkpoints", problem, "lower it")
+    if warmup >= total:
+        raise _wrong("warmup_examples", f"{warmup} is not below total_examples", "lower it")
+    if warmup and values["schedule"] == "linear":
+        fix = "set it to 0, or use schedule cosine"
+        raise _wrong("warmup_examples", "schedule linear has no warmup", fix)
+    for name, above in (("augmentation.mean", -math.inf), ("augmentation.std", 0)):
+        if not values[name] or not all(
+            isinstance(n, (int, float)) and above < n < math.inf for n in values[name]
+        ):
+            fix = "write a finite number for each channel, or one as (0.5,). std is above 0"
+            raise _wrong(name, f"{values[name]} is not a list of valid numbers", fix)
     if values["early_stopping_patience"] and not values["validation_split"]:
-        problem = "needs a validation_split"
-        raise wrong("CFG013", "early_stopping_patience", problem, "set validation_split")
+        problem = "early stopping needs a validation_split"
+        raise _wrong("early_stopping_patience", problem, "set validation_split")

@@ -66,7 +66,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     if not isinstance(config, ConfigDict):
         problem = f"get_config() returns a {type(config).__name__} instead of a ConfigDict"
         fix = "start from tfdist.configs.base() and return it"
-        raise UsageError(path, problem, fix=fix, code="CFG008")
+        raise UsageError(path, problem, fix=fix, code="CFG001")
     for word in nulls:
         config[word.partition("=")[0].removeprefix("--config.")] = None
     check(config)
@@ -105,7 +105,7 @@ def _config_file(words: Sequence[str]) -> str:
         near_by = [str(other) for other in Path(file).parent.glob("*.py")]
         problem = f"{file!r} is not a file{near(file, near_by)}"
         fix = "check the path (see configs/ for examples)"
-        raise UsageError("--config", problem, fix=fix, code="missing-file")
+        raise UsageError("--config", problem, fix=fix, code="no-file")
     return path
 
 

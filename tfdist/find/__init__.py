@@ -2,5 +2,4 @@
 
 learning_rate  a range test under every strategy, and its suggestion
 batch_size     the largest batch that fits, tried in child processes, without TensorFlow
-spec           shapes and types of a batch
 """

@@ -14,7 +14,6 @@ import logging
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import psutil
 from tfdist.check import available_bytes
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_number
 from tfdist.launch.guardian import die_with
+from tfdist.launch.machine import nvidia_smi
 from tfdist.options import CLUSTER
 
 _LOG = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ class BatchTrial:
       peak_bytes: Peak memory of the process, `None` if it did not report it.
       gpu_peak_bytes: Peak memory on its GPU, `None` without a GPU.
       examples_per_second: Throughput of one replica, `None` if the batch does not fit.
-      cores: Mean number of busy cores, `None` if the batch does not fit.
       cause: Reason why the batch does not fit, "" if it fits.
     """
 
@@ -55,7 +54,6 @@ class BatchTrial:
     peak_bytes: int | None = None
     gpu_peak_bytes: int | None = None
     examples_per_second: float | None = None
-    cores: float | None = None
     cause: str = ""
 
 
@@ -134,7 +132,7 @@ def search(
     trials: list[BatchTrial] = []
 
     def fits(size: int) -> bool:
-        options = {"batch_size": size, "steps": steps, "least_s": 0.0}
+        options = {"batch_size": size, "steps": steps}
         trial = try_out({**request, **options}, limits, timeout_s=timeout_s)
         what = f"took {(trial.peak_bytes or 0) >> 20} MiB" if trial.fits else trial.cause
         _LOG.info("batch size %d: %s", size, what)
@@ -154,8 +152,7 @@ def try_out(request: Mapping[str, Any], limits: Limits, *, timeout_s: float) -> 
     """Run one trial in a child. Raise TfdistError if it fails for a reason other than memory.
 
     Args:
-      request: Values of `request_of`, ``batch_size``, ``steps`` of a round, and ``least_s``, the
-        seconds to repeat rounds.
+      request: Values of `request_of`, ``batch_size``, and ``steps`` of a round.
       limits: Memory limits of the child.
       timeout_s: Seconds until the trial is given up.
     """
@@ -320,31 +317,24 @@ def request_of(model: Any, x: Any, y: Any, path: Path) -> dict[str, Any]:
     import keras
 
     from tfdist.checkpoint.publish import saveable
-    from tfdist.find.spec import spec_of
+    from tfdist.data.resolve import as_source
+    from tfdist.data.source import spec_of_batches
 
     with saveable(model, where="find_batch_size", fix=_REGISTER):
         model.save(path)
     policy = keras.config.dtype_policy().name
-    return {"model": str(path), "spec": spec_of(x, y), "dtype_policy": policy}
+    return {"model": str(path), "spec": spec_of_batches(as_source(x, y)), "dtype_policy": policy}
 
 
 # Free memory for a new process: in its control groups, on the machine, on its GPUs.
 
-_NVIDIA_SMI_TIMEOUT_S = 20.0
-_MIB = 1 << 20
-
 
 def gpu_bytes() -> tuple[int, ...]:
     """Return the free memory of each GPU of this machine, or () without GPUs."""
-    command = shutil.which("nvidia-smi")
-    if command is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ()
-    query = [command, "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return tuple(int(line) * _MIB for line in done.stdout.split() if line.isdecimal())
+    listed = nvidia_smi("--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    return tuple(int(line) << 20 for line in listed.split() if line.isdecimal())
 
 
 # The child process: trains a few steps with one batch size and reports its memory and speed.
@@ -391,38 +381,28 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
     for gpu in gpus if limit else ():
         part = tf.config.LogicalDeviceConfiguration(memory_limit=limit >> 20)
         tf.config.set_logical_device_configuration(gpu, [part])
-    examples_per_second, cores = _train(request)
+    examples_per_second = _train(request)
     gpu = tf.config.experimental.get_memory_info("GPU:0") if gpus else {"peak": None}
     return {
         "peak_bytes": _peak_bytes(),
         "gpu_peak_bytes": gpu["peak"],
         "examples_per_second": examples_per_second,
-        "cores": cores,
     }
 
 
-def _train(request: dict[str, Any]) -> tuple[float, float]:
-    """Train rounds of `steps` steps and return examples per second, and busy cores.
-
-    The first round (tracing) is not measured. Further rounds run for at least `least_s` seconds.
-    """
+def _train(request: dict[str, Any]) -> float:
+    """Train two rounds of `steps` steps. Return the second round's examples per second."""
     import keras
 
-    from tfdist.find.spec import zeros
     from tfdist.training.fitting import fit
 
     keras.config.set_dtype_policy(request["dtype_policy"])
     model = keras.models.load_model(request["model"])
     batch_size, steps = int(request["batch_size"]), int(request["steps"])
-    began, took = list[float](), list[float]()
-
-    class Clock(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            now = (time.perf_counter(), time.process_time())
-            began.extend(() if began else now)
-            took[:] = epoch, now[0] - began[0], now[1] - began[1]
-            self.model.stop_training = bool(epoch) and took[1] >= request["least_s"]
-
+    ends_s: list[float] = []
+    clock = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda *_: ends_s.append(time.perf_counter())
+    )
     x, y, weight = zeros(request["spec"], batch_size)
     fit(
         model,
@@ -430,13 +410,24 @@ def _train(request: dict[str, Any]) -> tuple[float, float]:
         y,
         batch_size=batch_size,
         sample_weight=weight,
-        epochs=1000,
+        epochs=2,  # the first traces
         steps_per_epoch=steps,
-        callbacks=[Clock()],
+        callbacks=[clock],
         verbose=0,
     )
-    rounds, wall_s, busy_s = took
-    return batch_size * steps * rounds / wall_s, busy_s / wall_s
+    return batch_size * steps / (ends_s[1] - ends_s[0])
+
+
+def zeros(spec: Any, batch_size: int) -> tuple[Any, Any, Any]:
+    """Return x, y and sample weights of zeros or empty strings, `None` for each missing part."""
+    import tensorflow as tf
+
+    def make(part: Any) -> Any:
+        return part if part is None else tf.zeros((batch_size, *part.shape[1:]), part.dtype).numpy()
+
+    data = tf.nest.map_structure(make, spec)
+    x, y, weight = (*(data if isinstance(data, tuple) else (data,)), None, None)[:3]
+    return x, y, weight
 
 
 def _peak_bytes() -> int:

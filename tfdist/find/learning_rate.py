@@ -82,7 +82,7 @@ def find_learning_rate(  # noqa: D417, PLR0913
         "find_learning_rate",
         f"the optimizer {type(optimizer).__name__} does not have a single learning rate",
         fix="compile the model with the optimizer to tune",
-        code="no-learning-rate",
+        code="unsupported-optimizer",
     )
     seed = require_int("seed", seed, least=0)
     length = Length(batch_size=batch_size, steps_per_epoch=steps)

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tfdist.launch.guardian import stat_of
 
@@ -95,23 +96,22 @@ def counters(path: Path) -> dict[str, int]:
 
 
 def _gpus_of_machine(environ: Mapping[str, str]) -> tuple[str, ...]:
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return visible_gpus(visible)
-    command = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    if command is None:
-        return ()
-    try:
-        process = subprocess.Popen(
-            [command, "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-        listed, _ = process.communicate(timeout=_NVIDIA_SMI_TIMEOUT_S)
-    except OSError:
-        return ()
-    except subprocess.TimeoutExpired:
-        process.kill()  # do not wait: SIGKILL has no effect if the driver hangs
-        return ()
-    return listed_gpus(listed)
+    return listed_gpus(nvidia_smi("-L", environ=environ))
+
+
+def nvidia_smi(*words: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the output of ``nvidia-smi``, or "" if it is missing or does not answer."""
+    if command := shutil.which("nvidia-smi", path=environ.get("PATH")):
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with contextlib.suppress(OSError):
+            process = subprocess.Popen([command, *words], text=True, **pipes)
+            try:
+                return str(process.communicate(timeout=_NVIDIA_SMI_TIMEOUT_S)[0])
+            except subprocess.TimeoutExpired:
+                process.kill()  # do not wait: SIGKILL has no effect if the driver hangs
+    return ""
 
 
 def listed_gpus(text: str) -> tuple[str, ...]:

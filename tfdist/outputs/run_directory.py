@@ -161,7 +161,7 @@ class RunDirectory:
             "--overwrite",
             f"a run is active in {self.path}",
             fix="stop that run, or choose another run_dir",
-            code="run-goes-on",
+            code="second-writer",
         )
         # Move the configuration last: until then the directory counts as owned.
         last = self.config_file.name

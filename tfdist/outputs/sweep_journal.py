@@ -74,7 +74,7 @@ def read(path: Path) -> list[dict[str, Any]]:
                 f"{path}, line {number}",
                 f"{text[:60].decode(errors='replace')!r} is not a line of a sweep's journal",
                 fix="delete the line, or pass another --sweep_dir",
-                code="broken-journal",
+                code="not-json",
             )
         lines.append(dict(line))
     return lines
@@ -235,7 +235,7 @@ def sweep_in(path: Path, *, where: str) -> SweepState:
         where,
         f"there is no sweep in {path} ({JOURNAL} is missing)",
         fix="give the --sweep_dir of the sweep",
-        code="no-sweep",
+        code="not-a-run",
     )
     return state
 

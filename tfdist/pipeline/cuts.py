@@ -110,7 +110,7 @@ class LayerGraph:
                 f"model {model.name!r}",
                 f"the {type(model).__name__} {state}, so tfdist cannot divide it into stages",
                 fix="build the model from keras.Input and layers, or use another strategy",
-                code="no-layer-graph",
+                code="no-cut",
             )
         functional, self._inside = _in_place(functional)
         by_depth = functional._nodes_by_depth  # `operations` has a single call per layer
@@ -139,7 +139,7 @@ class LayerGraph:
             f"layer {next(iter(stateful), '')!r}",
             "strategy pipeline does not support stateful=True",
             fix="leave out stateful, or use another strategy",
-            code="stateful-layer",
+            code="unsupported-layer",
         )
 
     @property
@@ -221,7 +221,7 @@ class LayerGraph:
                     f"a cut behind {name!r} would separate layers with shared weights, separate "
                     "calls of one layer, or cross a ragged or sparse tensor",
                     fix=f"cut behind {named(repr(place.name) for place in self.places())}",
-                    code="no-place",
+                    code="no-cut",
                 )
         stages = runs(positions, len(self.nodes))
         empty = [k for k, run in enumerate(stages) if not self.is_trainable(run)]
@@ -230,7 +230,7 @@ class LayerGraph:
             "cut",
             f"stage {next(iter(empty), 0)} of {len(stages)} has no trainable weights",
             fix="cut elsewhere, or use fewer stages",
-            code="empty-stage",
+            code="no-cut",
         )
         return self.divided(positions)
 
@@ -448,7 +448,6 @@ def chosen_places(
     keep: str = "tape",
     inputs: Sequence[Any] | None = None,
     loss_of: LossOfOutputs | None = None,
-    counted: bool = False,
 ) -> list[CutPoint]:
     """Return the cuts with the fastest step, and log them.
 
@@ -465,7 +464,6 @@ def chosen_places(
       keep: With ``recompute``, do not time whole stages, which saves memory (default: ``tape``).
       inputs: Flat inputs of the model with `rows` rows (default: zeros and noise).
       loss_of: Loss of the flat outputs, timed in the last stage (default: no loss).
-      counted: True to compare deterministic counts of operations, not times (default: False).
     """
     positions = [place.position for place in places]
     trainable = _with_weights(graph, places)
@@ -480,23 +478,23 @@ def chosen_places(
         sum(t.shape.num_elements() * t.dtype.size * (1 + t.dtype.is_floating) for t in received)
         for received in (part.received for part in parts[1:])
     ]
-    seconds = _seconds(parts, rows, loss_of, counted=counted)
+    seconds = _seconds(parts, rows, loss_of)
     chosen, _ = _fastest_cut(seconds, weights, trainable, orders, micros)
     # The ends of parts take extra time, which grows with their tensors. To correct the times,
     # time whole stages. With `recompute` a whole stage's activations may not fit into memory.
-    if not counted and keep != "recompute":
+    if keep != "recompute":
         stages = _computed(graph, [positions[i] for i in chosen], flat)
-        whole = _seconds(stages, rows, loss_of, counted=False)
+        whole = _seconds(stages, rows, loss_of)
         for run, measured in zip(runs(chosen, len(seconds)), whole, strict=True):
             factor = measured / sum(seconds[run])
             seconds[run] = [factor * each for each in seconds[run]]
     chosen, step = _fastest_cut(seconds, weights, trainable, orders, micros)
     _LOG.info(
-        "cut behind %s: %s %s for a micro-batch of %d%s; with %d micro-batches the stages wait "
+        "cut behind %s: %s s for a micro-batch of %d%s; with %d micro-batches the stages wait "
         "%.0f %% of the time",
         ", ".join(places[i].name for i in chosen),
         " + ".join(f"{sum(seconds[run]):.4g}" for run in runs(chosen, len(seconds))),
-        *("operations" if counted else "s", rows),
+        rows,
         *("" if loss_of is None else " with its loss", micros, 100 * step.bubble),
     )
     return [places[i] for i in chosen]
@@ -560,10 +558,8 @@ def _computed(
     return found
 
 
-def _seconds(
-    parts: Sequence[_Computed], rows: int, loss_of: LossOfOutputs | None, *, counted: bool
-) -> list[float]:
-    """Return the seconds of each part's two passes, or the operations if `counted`.
+def _seconds(parts: Sequence[_Computed], rows: int, loss_of: LossOfOutputs | None) -> list[float]:
+    """Return the seconds of each part's two passes.
 
     Equal parts, such as the blocks of a transformer, are timed once.
     """
@@ -571,13 +567,6 @@ def _seconds(
         each.work: _both_passes(each, rows, loss_of if each.part.is_last else None)
         for each in parts
     }
-    if counted:
-        work = {}
-        for each in parts:
-            both, given = passes_of[each.work]
-            steps = max((t.shape[1] or 1 for t in each.given if len(t.shape) > 1), default=1)
-            work[each.work] = 1.0 + _work_in(both.get_concrete_function(*given).graph, steps)
-        return [work[each.work] for each in parts]
     for both, given in passes_of.values():  # compiles
         both(*given)
     # In rounds, because a machine is sometimes slower for all parts.
@@ -619,41 +608,6 @@ def _both_passes(
 
     ends = [_noise(made[i].shape, made[i].dtype) for i in floats] if loss_of is None else None
     return both, (given, ends)
-
-
-def _work_in(graph: Any, steps: int) -> int:
-    """Return the approximate number of arithmetic operations in a graph.
-
-    The body of a loop counts `steps` times.
-    """
-    total = 0
-    for operation in graph.get_operations():
-        total += _work_of(operation)
-        if "body" in operation.node_def.attr:
-            body = graph._get_function(operation.node_def.attr["body"].func.name).graph
-            total += steps * _work_in(body, steps)
-    return total
-
-
-def _work_of(operation: tf.Operation) -> int:
-    """Return the number of output elements times the number of terms summed in each element."""
-    shapes = [tuple(t.shape) if t.shape.rank is not None else () for t in operation.inputs]
-    made = sum(t.shape.num_elements() or 0 for t in operation.outputs)
-    kind, summed = operation.type, 1
-    if kind == "MatMul":
-        summed = shapes[0][0 if operation.get_attr("transpose_a") else 1]
-    elif kind.startswith("BatchMatMul"):
-        summed = shapes[0][-2 if operation.get_attr("adj_x") else -1]
-    elif kind == "Einsum":
-        given, _, out = operation.get_attr("equation").decode().partition("->")
-        sizes = dict(zip(given.replace(",", ""), itertools.chain(*shapes), strict=False))
-        summed = math.prod(size or 1 for label, size in sizes.items() if label not in out)
-    elif "Conv" in kind and len(shapes) > 1:
-        of_filter = kind.endswith("Filter")  # gradients take as long as the convolution
-        kernel = tuple(operation.outputs[0].shape) if of_filter else shapes[1]
-        made = math.prod(size or 1 for size in shapes[2]) if "Backprop" in kind else made
-        summed = math.prod(size or 1 for size in kernel[: 2 if "Depthwise" in kind else -1])
-    return made * (summed or 1)
 
 
 def bare_trace(examples: Any, **more: Any) -> keras_compat.StepTrace:

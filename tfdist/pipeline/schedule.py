@@ -175,7 +175,7 @@ def require_enough(
         f"{stages} stages need {stages - 1} cuts, but the model can be cut at {places} places"
         f"{reason}",
         fix=fix,
-        code="too-many-stages",
+        code="no-cut",
     )
 
 

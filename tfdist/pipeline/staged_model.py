@@ -129,7 +129,7 @@ class StagedModel:
     @property
     def _choices(self) -> tuple[Any, ...]:
         chosen = self._place.chosen
-        return chosen.cuts.get(self._cut_key), chosen.counted
+        return chosen.cuts.get(self._cut_key), chosen.exact
 
     @property
     def split_size(self) -> int:
@@ -263,7 +263,7 @@ class StagedModel:
             "cut",
             f"{count} stages need {count - 1} cuts, but cut names {len(cut)} layers",
             fix="name the last layer of each stage except the last stage, or change --stages",
-            code="wrong-number",
+            code="no-cut",
         )
         return self.graph.behind_layers(cut)
 
@@ -288,7 +288,6 @@ class StagedModel:
                     keep=self._place.options.keep,
                     inputs=inputs,
                     loss_of=loss_of,
-                    counted=chosen.counted,
                 )
                 positions = chosen.cuts[self._cut_key] = [place.position for place in places]
             chosen.cuts[self._cut_key] = broadcast(positions)
@@ -358,7 +357,7 @@ class StagedModel:
 
     def _require_deterministic(self) -> None:
         """Raise UsageError if the run is exact and the traced graph has unseeded random ops."""
-        if self._place.chosen.counted:
+        if self._place.chosen.exact:
             require_deterministic(tf.compat.v1.get_default_graph())
 
     def _update(self, gradients: list[tf.Tensor | None]) -> None:

@@ -55,7 +55,7 @@ def owners_of(model: keras.Model, parts: Sequence[ModelPart]) -> dict[int, int]:
                     f"strategy pipeline cannot divide {type(optimizer).__name__}, because "
                     f"{variable.path} does not belong to a single variable",
                     fix="use another optimizer, such as Adam",
-                    code="whole-optimizer",
+                    code="unsupported-optimizer",
                 )
     return owners
 

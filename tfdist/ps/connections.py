@@ -62,7 +62,7 @@ class Connections:
             "min_workers",
             f"{min_workers} exceeds the {len(self._workers)} workers of the cluster",
             fix="list more workers in TF_CONFIG, or lower min_workers",
-            code="too-many-workers",
+            code="too-few-tasks",
         )
         self.num_workers, self.num_ps = len(self._workers), len(cluster.ps)  # as declared
         self.server_devices = [

@@ -266,5 +266,5 @@ def require_by_rows(optimizer: Any, variables: Sequence[Any]) -> None:
         "optimizer",
         f"{type(optimizer).__name__} cannot update {split[0].path}, because it is split",
         fix=f"leave out --split_bytes, or use an optimizer of this list: {', '.join(_BY_ROWS)}",
-        code="unsupported-optimizer",
+        code="split-variable",
     )

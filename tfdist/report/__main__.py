@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tfdist.argument_parser import Parser, require_writable, run_program
+from tfdist.argument_parser import Parser, run_program
 from tfdist.errors import EXIT_OK, mutually_exclusive
 from tfdist.files import one_line_errors, write_text
 from tfdist.loopback import listen, make_server
@@ -42,7 +42,6 @@ def _run(arguments: argparse.Namespace) -> int:
         return _serve(paths, port=arguments.port)
     page = _page(paths)
     out = Path(arguments.out or (given[0] if len(given) == 1 else Path()) / _FILE)
-    require_writable("--out", out)
     with one_line_errors(out):
         write_text(out, page, durable=False, private=True)
     print(f"written: {out} (open it in a browser, or use --serve)")

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import itertools
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -228,13 +227,9 @@ def _written_at(path: Path, files: Sequence[str]) -> float:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return the last part of each path, or the parts that differ if last parts are equal."""
-    parts = [path.resolve().parts for path in paths]
-    if len({part[-1] for part in parts}) == len(parts):
-        return [part[-1] for part in parts]
-    first = len(os.path.commonprefix(parts))  # noqa: RUF071  # of tuples
-    same = len(os.path.commonprefix([part[::-1] for part in parts]))  # noqa: RUF071
-    return ["/".join(part[first : len(part) - same]) or part[-1] for part in parts]
+    """Return the last part of each path, or the whole paths if last parts are equal."""
+    names = [path.resolve().name or str(path) for path in paths]
+    return names if len(set(names)) == len(names) else list(map(str, paths))
 
 
 def is_running(path: Path) -> bool:

@@ -41,7 +41,6 @@ from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, best_trial
-from tfdist.renamed import without_renamed
 from tfdist.serving.model_versions import find_models
 from tfdist.serving.protocol import version_number
 from tfdist.strategy import broadcast, job_of
@@ -62,7 +61,6 @@ _UNNAMED = re.compile(r"(keras_tensor|input_layer)(_\d+)?")  # Keras' default na
 _OTHERS_S = 600.0  # longest wait for another export into the directory
 
 
-@without_renamed("export_model")
 def export_model(
     model: keras.Model,
     directory: str | os.PathLike[str],
@@ -389,7 +387,7 @@ def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
             "export_model",
             f"output {name!r} is a {type(value).__name__}, not a dense tensor",
             fix="make the model return a dense tensor, or remove this output",
-            code="not-a-tensor",
+            code="not-dense",
         )
     halves = (tf.float16, tf.bfloat16)  # clients cannot decode bfloat16, JSON has no bfloat16 NaN
     return {n: tf.cast(v, tf.float32) if v.dtype in halves else v for n, v in named.items()}
@@ -458,7 +456,7 @@ def _new_version(version: int | None, names: Iterable[str], *, where: object) ->
         "version",
         f"version {version} already exists in {where}",
         fix="leave version out to write the next version",
-        code="version-exists",
+        code="exists",
     )
     return version
 
@@ -499,7 +497,7 @@ def read_model(
             str(source),
             problem if source.is_file() else "the file does not exist",
             fix="check the path, and use --step, --best and --model only if it has checkpoints",
-            code="not-a-source",
+            code="no-model",
         )
         origin = {"file": str(source.absolute()), "saved_at": source.stat().st_mtime}
         return load_model_file(source), origin
@@ -511,7 +509,7 @@ def read_model(
         str(source),
         problem if source.is_dir() else "no such directory or .keras file",
         fix="check the path, or pass the function of your model: --model train.py:make_model",
-        code="not-a-source",
+        code="no-model",
     )
     served, trained = (_made_by(make),) * 2 if make is not None else _of_run(config or {})
     store = RunStore(directory)
@@ -555,7 +553,7 @@ def _best_run(sweep: Path, *, make: str | None) -> Path:
         str(sweep),
         f"trial {trial.id} has checkpoints without a model",
         fix="if a program made the model, pass its function: --model train.py:make_model",
-        code="not-a-source",
+        code="no-model",
     )
     return run.path
 

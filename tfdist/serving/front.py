@@ -78,10 +78,9 @@ Message = MutableMapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FrontOptions:
+class FrontOptions(QueueLimits):
     """Settings of a front. An empty file name means no file."""
 
-    limits: QueueLimits = dataclasses.field(default_factory=QueueLimits)
     timeout_s: float = 30.0
     body_bytes: int = 64 << 20
     token: str = ""
@@ -190,7 +189,7 @@ class Front:
             for name, table in json.loads(line).items():
                 if name not in self.models:
                     batches = self._metrics.batches.labels(name)
-                    dispatcher = Dispatcher(self.options.limits, time.monotonic, batches.observe)
+                    dispatcher = Dispatcher(self.options, time.monotonic, batches.observe)
                     self.models[name] = dispatcher
                 self.models[name].update(table)
             known = {id for m in self.models.values() for id in (*m.replicas, *m.draining)}
@@ -236,7 +235,7 @@ class Front:
                 model.expire()
                 for id in model.hanging():
                     text = "%s: replica %d: no answer for %g s; retrying its requests"
-                    _LOG.warning(text, name, id, self.options.limits.hang_s)
+                    _LOG.warning(text, name, id, self.options.hang_s)
                     self.send(end=id)
                     model.lost(id)
                 self._route(model)
@@ -528,7 +527,7 @@ async def _grpc_server(front: Front, address: str) -> grpc.aio.Server:
             ("grpc.max_receive_message_length", options.body_bytes),
             ("grpc.max_send_message_length", -1),
         ],
-        maximum_concurrent_rpcs=2 * options.limits.requests,
+        maximum_concurrent_rpcs=2 * options.requests,
     )
     server.add_generic_rpc_handlers((front.grpc_service(),))
     health_pb2_grpc.add_HealthServicer_to_server(front.health, server)
@@ -567,8 +566,7 @@ async def run(options: FrontOptions, rest: socket.socket, grpc_address: str) -> 
 def main() -> int:
     supervisor, rest, grpc_address, text = sys.argv[1:]
     die_with(int(supervisor))
-    fields = json.loads(text)
-    options = FrontOptions(**{**fields, "limits": QueueLimits(**fields["limits"])})
+    options = FrontOptions(**json.loads(text))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -192,6 +192,6 @@ def require_models(directory: Path, name: str | None = None) -> dict[str, Path]:
         "DIR",
         f"{directory} has no version" + (f" of model {name!r}" if name else "") + " to serve",
         fix="export a model to DIR with python -m tfdist.export or tfdist.export_model",
-        code="no-version",
+        code="no-model",
     )
     return models

@@ -148,7 +148,7 @@ def run(options: ServeOptions) -> None:
     deploy = serve.deployment(
         num_replicas=options.replicas,
         max_ongoing_requests=2 * max(options.batch_sizes),
-        max_queued_requests=options.limits.requests,
+        max_queued_requests=options.requests,
         graceful_shutdown_timeout_s=options.drain_s,
         ray_actor_options={"num_cpus": 1},
     )

@@ -120,7 +120,7 @@ class ServiceSupervisor:
         """Run a front until it exits. Return its exit code."""
         names = [field.name for field in dataclasses.fields(FrontOptions)]
         options = {name: getattr(self._options, name) for name in names}
-        text = json.dumps(options, default=dataclasses.asdict)
+        text = json.dumps(options)
         rest, (ours, theirs) = self._rest.fileno(), socket.socketpair()
         with contextlib.ExitStack() as not_started:
             not_started.enter_context(ours)

@@ -65,12 +65,12 @@ class Choices:
     Attributes:
       cuts: Nodes of the model's graph after which a stage ends, by `cut_key`.
       split_size: Most examples in a micro-batch, `None` if not chosen.
-      counted: True to choose by counted work, which is deterministic. False to choose by time.
+      exact: Whether the run must resume with the same bits.
     """
 
     cuts: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     split_size: int | None = None
-    counted: bool = False
+    exact: bool = False
 
     def state(self) -> dict[str, Any]:
         """Return the choices as a JSON object for `take`."""

@@ -130,7 +130,7 @@ def _launch_options(
                 f"--{name}",
                 f"--to {to} does not use this flag",
                 fix=f"leave --{name} out",
-                code="not-here",
+                code="unused-option",
             )
     given = {name: one.submit_default for name, one in _LAUNCHER.items() if one.submit_default}
     words = [

@@ -96,7 +96,7 @@ def _answer(argv: Sequence[str], text: str = "") -> subprocess.CompletedProcess[
         )
     except (FileNotFoundError, PermissionError):
         fix = f"use a machine with {argv[0]}, or print the job with --dry_run"
-        raise wrong("to", f"cannot run the command {argv[0]}", fix, "no-command") from None
+        raise wrong("to", f"cannot run the command {argv[0]}", fix, "missing-package") from None
     except subprocess.TimeoutExpired:
         raise TfdistError(f"{argv[0]}: no answer within {_DEADLINE_S:.0f} s") from None
     if not answer.returncode:

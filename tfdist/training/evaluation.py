@@ -22,8 +22,8 @@ from tfdist.checkpoint.backup import BackupAndRestore, best_so_far, less_is_bett
 from tfdist.checkpoint.store import Checkpoint
 from tfdist.checkpoint.warm_start import set_weights
 from tfdist.errors import EXIT_OK, Stopped, require, require_int
-from tfdist.outputs.display import ScalarWriter
 from tfdist.outputs.run_directory import Evaluations
+from tfdist.outputs.scalars import ScalarWriter
 from tfdist.strategy import Job, broadcast
 from tfdist.strategy.rendezvous import chief_watch
 from tfdist.training import building

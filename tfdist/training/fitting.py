@@ -226,10 +226,7 @@ def _train(
     """Run the plan on a built model, with the `blocks` of the last `fit` if given."""
     with StopRequests() as requests, _closing(engine, plan):
         if job.stages is not None:
-            chosen = job.stages.chosen
-            chosen.counted = any(backup.exact for backup in plan.backups)
-            if chosen.counted:
-                chosen.cuts.clear()  # an earlier evaluation may have timed a cut
+            job.stages.chosen.exact = any(backup.exact for backup in plan.backups)
         resume.require_resumable(plan, job=job)
         if blocks is None:
             program = program_of(

@@ -211,7 +211,7 @@ def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) 
     """Log once that a run resumes by replay, or reject it under exact=True. Every task calls it.
 
     Raises:
-      UsageError: exact=True with a stream, an asynchronous job, or a measured `split_size`.
+      UsageError: exact=True with a stream, an asynchronous job, or measured pipeline options.
     """
     stream = isinstance(feed.source, StreamSource | InputFunctionSource)
     if any(backup.exact for backup in backups):
@@ -220,10 +220,15 @@ def require_exact(backups: Sequence[BackupAndRestore], feed: Feed, *, job: Job) 
                 "the steps of strategy ps have no fixed order",
                 fix="use strategy single, mirrored, multiworker or pipeline",
             )
-        if job.stages is not None and job.stages.options.split_size == "auto":
+        place = job.stages
+        if place is not None and (
+            place.options.split_size == "auto"
+            or (place.count > 1 and place.options.cut in (None, "auto"))
+        ):
             raise _refused(
-                'split_size="auto" depends on measured times',
-                fix="pass a number of examples, or leave out split_size",
+                'cut="auto" and split_size="auto" depend on measured times',
+                fix="name the layers of the cut, as the log of another run has them, and pass a "
+                "number as split_size",
             )
         if stream:
             raise _refused(

@@ -10,13 +10,9 @@ import KerasTuner or Keras at their top level.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import require_packages
-from tfdist.renamed import instead_of
-
-_HOME_OF = {"search": "tfdist.tuning.from_python"}
 
 if TYPE_CHECKING:
     from tfdist.tuning.from_python import search
@@ -25,8 +21,9 @@ __all__ = ["search"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        advice = f". Fix: {known}" if (known := instead_of(f"tuning.{name}")) else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
-    require_packages(f"tfdist.tuning.{name}", "keras_tuner", "sklearn", "tensorboard", extra="tune")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    if name != "search":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    require_packages("tfdist.tuning.search", "keras_tuner", "sklearn", "tensorboard", extra="tune")
+    from tfdist.tuning.from_python import search
+
+    return search

@@ -84,19 +84,19 @@ def _check(options: SweepOptions, config: Any) -> None:
         "config.run_dir",
         f"all trials would share the run directory {config.run_dir!r}",
         fix="leave it out, and pass --sweep_dir",
-        code="run-dir-in-a-sweep",
+        code="shared-directory",
     )
     require(
         not config.objective_file,
         "config.objective_file",
         f"all trials would share the file {config.objective_file!r}",
         fix="leave it out (journal.jsonl has the scores)",
-        code="objective-file-in-a-sweep",
+        code="shared-directory",
     )
     require(
         config.validation_split or not options.objective.startswith("val_"),
         "--objective",
         f"{options.objective} needs a validation_split",
         fix="set config.validation_split, or use --objective loss",
-        code="no-validation",
+        code="missing-validation",
     )

@@ -24,7 +24,6 @@ from tfdist.errors import (
 )
 from tfdist.launch.options import Program, imports_tensorflow
 from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, SweepState, Trial, read
-from tfdist.renamed import without_renamed
 from tfdist.tuning import sweep
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.oracle import (
@@ -51,7 +50,7 @@ def sweep_dir_of(tuner: Any, given: str | os.PathLike[str] | None) -> Path:
         "sweep_dir",
         f"{given} is inside the tuner's directory, which a tuner with overwrite=True deletes",
         fix="leave sweep_dir out, or choose a directory outside",
-        code="directory-of-the-tuner",
+        code="shared-directory",
     )
     return Path(given)
 
@@ -63,7 +62,7 @@ def require_fresh(tuner: Any) -> None:
         "tfdist.tuning.search",
         f"the tuner already has {len(tuner.oracle.trials)} trials",
         fix="give the tuner another project_name",
-        code="tuner-has-searched",
+        code="another-run",
     )
 
 
@@ -132,7 +131,6 @@ IMPORTS_OF_TRIALS = ("tfdist.tuning.inside", __name__, "tensorboard.plugins.hpar
 _CHECKPOINTS = "checkpoints"
 
 
-@without_renamed("tuning.search")
 def search(  # noqa: D417, PLR0913
     tuner: Any,
     *fit_args: Any,
@@ -232,7 +230,7 @@ class TunerSweep(Sweep):
             "objective",
             f"a sweep has a single objective, got {oracle.objective}",
             fix="choose one metric",
-            code="several-objectives",
+            code="objective",
         )
         names = ("strategy", "workers", "ps")
         settings = {n: str(getattr(oracle, n)) for n in _SETTINGS if hasattr(oracle, n)}

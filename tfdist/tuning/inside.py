@@ -264,7 +264,7 @@ def _require_known(hp: Any, assignment: Assignment) -> None:
             "search space",
             f"hyperparameter {new[0]!r} was unknown before the first trial",
             fix="read it in every call of build(hp), or under hp.conditional_scope()",
-            code="new-hyperparameter",
+            code="search-space",
         )
 
 
@@ -274,7 +274,7 @@ def _require_no_backup(callbacks: list[Any]) -> None:
         "callbacks",
         "all trials would share the directory of this BackupAndRestore",
         fix="leave it out (each trial has backups), and pass backup_every_steps to search",
-        code="backup-given",
+        code="shared-directory",
     )
 
 

@@ -84,28 +84,28 @@ def require_supported(tuner: str, hyperparameters: Any) -> None:
             where,
             f"{one.name} is defined twice, and Optuna needs a name for each distribution",
             fix="give each hyperparameter its own name",
-            code="unsupported-space",
+            code="search-space",
         )
         require(
             getattr(one, "sampling", None) != "reverse_log" or one.step is not None,
             where,
             f"{one.name} has sampling='reverse_log', which Optuna lacks",
             fix="use sampling='log' or a step, or --tuner bayesian",
-            code="unsupported-space",
+            code="search-space",
         )
         require(
             tuner != "cmaes" or not one.conditions,
             where,
             f"{one.name} is conditional, and CMA-ES searches only a space without conditions",
             fix="use --tuner tpe, or leave out hp.conditional_scope()",
-            code="unsupported-space",
+            code="search-space",
         )
     require(
         tuner != "cmaes" or any(_is_range(one) and _has_several_values(one) for one in space),
         where,
         "no Int or Float has several values, and CMA-ES draws all other values at random",
         fix="use --tuner tpe",
-        code="unsupported-space",
+        code="search-space",
     )
 
 

@@ -63,7 +63,7 @@ class SearchSpace:
                 self._path,
                 f"hyperparameter {hp.space[known].name!r} was unknown before the first trial",
                 fix="read it in every call of space(hp, config), or under hp.conditional_scope()",
-                code="new-hyperparameter",
+                code="search-space",
             )
         check(config)
         before, after = flat(self._config), flat(config)
@@ -123,7 +123,7 @@ def _load(path: str) -> _Build:
         path,
         "the config file has no function space(hp, config)",
         fix="define it as in configs/digits_sweep.py",
-        code="no-space",
+        code="search-space",
     )
     return build
 
@@ -416,5 +416,5 @@ def unreported(objective: str, there: Iterable[str]) -> UsageError:
         "objective",
         f"the model reports {', '.join(there)}, not {objective!r}{near(objective, there)}",
         fix="choose a reported metric, or add it to the metrics of model.compile",
-        code="unreported-objective",
+        code="objective",
     )

@@ -1,27 +1,22 @@
-"""Results of a sweep: console output and files for other tools.
+"""Results of a sweep: console output, and TensorBoard's HParams.
 
-The console shows a live table or a line per change, and at the end the leaderboard. The files are
-`sweep.json` and TensorBoard's HParams.
+The console shows a line per change, and at the end the leaderboard.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tfdist import files
 from tfdist.files import is_held, one_line_errors
 from tfdist.outputs.run_directory import RunDirectory, read_json
 from tfdist.outputs.sweep_journal import (
@@ -38,13 +33,11 @@ from tfdist.outputs.sweep_journal import (
 
 logger = logging.getLogger(__name__)
 
-SWEEP = "sweep.json"
 _SHOWN = 10
-_REFRESH_S = 1.0
 
 
-class SweepScreen(contextlib.ExitStack):
-    """Observer of the chief: shows each change. `tick` writes `sweep.json` and calls `export`."""
+class SweepScreen:
+    """Observer of the chief: prints each change, and calls `export` for TensorBoard."""
 
     def __init__(
         self,
@@ -53,50 +46,33 @@ class SweepScreen(contextlib.ExitStack):
         console: Console | None = None,
         export: Callable[[SweepState, Path], None] = lambda state, sweep_dir: None,
     ) -> None:
-        super().__init__()
         self._sweep_dir = sweep_dir
         self._console = console or _console()
-        self._live: Live | None = None
-        self._shown_at_s = 0.0
         self._export = export
-        self._has_changed = False
+        self._has_changed = True
 
     def begin(self, state: SweepState) -> None:
-        done = sum(trial.is_over for trial in state.trials.values())
         if state.trials:
+            done = sum(trial.is_over for trial in state.trials.values())
             left = len(state.trials) - done
             self._say(f"resuming: {done} trials are finished, {left} continue")
-        if self._console.is_terminal:
-            self._live = self.enter_context(Live(console=self._console, auto_refresh=False))
-        self._write(state)
 
     def changed(self, state: SweepState, trial: Trial) -> None:
-        """Print the change of a trial, unless a live table shows it."""
+        """Print the change of a trial."""
         self._has_changed = True
-        if self._live is None and (trial.status != WAITING or trial.reason):  # skip a new trial
+        if trial.status != WAITING or trial.reason:  # skip a new trial
             self._say(change_line(state, trial))
 
     def tick(self, state: SweepState) -> None:
-        """Update the files and the live table, once for all changes."""
-        is_time = time.monotonic() - self._shown_at_s >= _REFRESH_S
-        if self._live is not None and (self._has_changed or is_time):
-            self._shown_at_s = time.monotonic()
-            self._live.update(table(state, self._sweep_dir), refresh=True)
+        """Export once for all changes."""
         if self._has_changed:
-            self._write(state)
+            self._has_changed = False
+            self._export(state, self._sweep_dir)
 
     def end(self, state: SweepState) -> None:
-        """Write the files and print the leaderboard, after the sweep has ended or stopped."""
-        self.close()
-        self._write(state)
+        """Export, and print the leaderboard, after the sweep has ended or stopped."""
+        self.tick(state)
         leaderboard(state, self._sweep_dir, console=self._console)
-
-    def _write(self, state: SweepState) -> None:
-        self._has_changed = False
-        path = self._sweep_dir / SWEEP
-        with one_line_errors(path):
-            files.write_json(path, as_json(state), durable=False)
-        self._export(state, self._sweep_dir)
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, emoji=False)
@@ -107,7 +83,7 @@ def leaderboard(
 ) -> None:
     """Print the ranked trials, the failed trials and the result of the sweep."""
     console = console or _console()
-    console.print(table(state, sweep_dir, is_final=True))
+    console.print(table(state, sweep_dir))
     for trial in state.trials.values():
         if trial.status == FAILED:
             text = f"trial {trial.id} failed: {trial.reason}"
@@ -116,16 +92,15 @@ def leaderboard(
     console.print(verdict, markup=False, emoji=False)
 
 
-def table(state: SweepState, sweep_dir: Path, *, is_final: bool = False) -> Table:
-    """Return a table of the running trials, the best completed trials and the failed trials."""
+def table(state: SweepState, sweep_dir: Path) -> Table:
+    """Return a table of the running trials, the completed trials and the last failed trials."""
     objective = state.begun.get("objective", "score")
     drawn = Table(box=box.SIMPLE_HEAD, title=Text(_counts(state)), title_justify="left")
     for heading in ("trial", "state", "virtual epoch", objective, "hyperparameters"):
         drawn.add_column(Text(heading), overflow="fold")
     running = [t for t in state.trials.values() if not t.is_over]
-    ranked = state.ranked() if is_final else state.ranked()[:_SHOWN]
     failed = [t for t in state.trials.values() if t.status == FAILED]
-    for trial in [*running, *ranked, *failed[-_SHOWN:]]:
+    for trial in [*running, *state.ranked(), *failed[-_SHOWN:]]:
         line: Mapping[str, Any] = {}
         if not trial.is_over:
             lines = RunDirectory(sweep_dir / TRIALS / trial.run).read_metrics()
@@ -158,29 +133,6 @@ def values_text(values: Mapping[str, Any]) -> str:
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in values.items()
     )
-
-
-def as_json(state: SweepState) -> dict[str, Any]:
-    ranked = state.ranked()
-    return {
-        "status": "running" if state.finished is None else "finished",
-        "reason": state.finished,
-        **{k: state.begun.get(k) for k in ("tuner", "objective", "direction", "seed")},
-        "max_trials": state.begun.get("max_trials"),
-        "best": _trial_json(ranked[0]) if ranked else None,
-        "trials": [_trial_json(trial) for trial in state.trials.values()],
-    }
-
-
-def _trial_json(trial: Trial) -> dict[str, Any]:
-    names = ("status", "score", "best_virtual_epoch", "hyperparameters", "starts")
-    more = ("reason", "last_lines", "began_at", "ended_at", "seconds")
-    return {
-        "trial": trial.id,
-        "virtual_epochs": trial.until,
-        "run_dir": f"{TRIALS}/{trial.run}",
-        **{name: getattr(trial, name) for name in (*names, *more)},
-    }
 
 
 def _progress(trial: Trial, state: SweepState, line: Mapping[str, Any]) -> str:

@@ -124,7 +124,8 @@ def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
     search = sweep.search(journal.lines[0])
     search.replay(journal.lines)
     search.publish()
-    with SweepScreen(sweep_dir, export=export_hparams) as screen, SignalPipe() as signals:
+    screen = SweepScreen(sweep_dir, export=export_hparams)
+    with SignalPipe() as signals:
         chief = Chief(
             sweep,
             search=search,
@@ -249,8 +250,8 @@ def require_alone(where: str, environ: Mapping[str, str]) -> None:
 
 FORK_LOG = "fork-server.log"
 
-_SAME = ("tuner", "objective", "direction", "factor", "strategy", "workers", "ps", "seed")
 _REMOVED = ("gradient_accumulation_steps", 1)  # a field with its default, in older journals
+_SAME = ("tuner", "objective", "direction", "factor", "strategy", "workers", "ps", "seed")
 
 
 def require_own(path: Path) -> None:
@@ -261,7 +262,7 @@ def require_own(path: Path) -> None:
         f"sweep directory {path}",
         f"the directory is not a sweep: it has {', '.join(sorted(names)[:3])}, but no {JOURNAL}",
         fix="pass another --sweep_dir",
-        code="not-a-sweep",
+        code="not-a-run",
     )
 
 
@@ -292,7 +293,7 @@ def _require_at_rest(path: Path) -> None:
             "--overwrite",
             f"a trial of the earlier sweep still writes to {run_dir}",
             fix="stop the trials of the earlier sweep, wait until they have saved, and try again",
-            code="sweep-runs",
+            code="second-writer",
         )
 
 
@@ -305,7 +306,7 @@ def require_same(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) 
         f"sweep directory {path}",
         f"the directory has a sweep with other settings: {found}",
         fix="pass another --sweep_dir, or --overwrite to move the old sweep aside",
-        code="another-sweep",
+        code="another-run",
     )
 
 
@@ -331,7 +332,7 @@ def chief_lock(path: Path) -> Iterator[None]:
             f"sweep directory {path}",
             f"process {held.holder} already runs this sweep",
             fix="wait until that process exits, or stop it (--show prints its progress)",
-            code="second-chief",
+            code="second-writer",
         ) from held
     with lock:
         yield

@@ -280,7 +280,7 @@ class TrialHosts:
                 "--hosts",
                 f"no host can start a trial ({self._why})",
                 fix="repair a host, and run the same command again to resume the sweep",
-                code="no-host-left",
+                code="no-hosts",
             )
         now_s = time.monotonic()
         slots = [

@@ -6,7 +6,6 @@ import logging
 import sys
 from pathlib import Path
 
-from tfdist.serving.dispatch import QueueLimits
 from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor
 
 MODULES = {
@@ -16,9 +15,8 @@ MODULES = {
 
 
 async def main(directory: str, told: dict[str, object]) -> None:
-    limits = QueueLimits(**told.pop("limits", {}))  # type: ignore[arg-type]
     ports = {"rest_port": 0, "grpc_port": 0}
-    options = ServeOptions(directory=Path(directory), limits=limits, **ports, **told)  # type: ignore[arg-type]
+    options = ServeOptions(directory=Path(directory), **ports, **told)  # type: ignore[arg-type]
     supervisor = ServiceSupervisor(options, modules=MODULES)
     print(supervisor.rest_address, supervisor.grpc_address, flush=True)
     await supervisor.run()
