@@ -87,23 +87,6 @@ def test_both_fits_train_to_the_same_bits(make, tmp_path):
     assert clone.evaluate(X, Y, verbose=0) == theirs.evaluate(X, Y, verbose=0)
 
 
-def test_model_fit_resumes_at_the_step(make, tmp_path):
-    options = {"batch_size": 16, "shuffle": True, "verbose": 0}
-
-    def trained(directory, *epochs):
-        for last in epochs:
-            model = make()
-            backup = tfdist.BackupAndRestore(tmp_path / directory)
-            callbacks = [tfdist.Run(seed=3), backup]
-            history = model.fit(X, Y, epochs=last, callbacks=callbacks, **options)
-        return model.get_weights(), history.history
-
-    (found, resumed), (wanted, whole) = trained("two", 1, 3), trained("one", 3)
-    assert resumed == whole
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 class CallsKeras(keras.Sequential):
     calls = 0
 

@@ -56,11 +56,6 @@ def test_the_notebook_runs_and_shows_its_tasks_output(environment):
     assert 'raise ValueError("no data")' in failed.partition("failed first: ValueError")[2]
 
 
-def test_the_notebook_is_stored_without_outputs():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells)
-
-
 CELLS = [
     """
 import keras, numpy as np, tfdist

@@ -16,7 +16,6 @@ from tests.multiprocess.jobs import DEADLINE_S, PAUSE, children, report
 from tests.networks.conftest import ADDRESSES
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
-NOBODY = "10.77.0.9"
 TRAIN = "import runpy; runpy.run_module('tfdist.train', run_name='__main__', alter_sys=True)"
 FLAGS = (
     *("--config.total_examples=2048", "--config.global_batch_size=32", "--config.checkpoints=8"),
@@ -93,18 +92,6 @@ def test_a_killed_agent_or_ssh_leaves_weights_unchanged(job, network):
         assert summary()["weights_sha256"] == undisturbed["weights_sha256"]
 
 
-def test_with_min_workers_the_remaining_host_finishes(job, network):
-    network.slow_down(rate="20mbit")
-    flags = ("--max_restarts", "1", "--min_workers", "1", "--startup_timeout_s", "20")
-    first = train(job, *flags)
-    first.read_until(r"step (1[2-9]|[2-4]\d) of 64")
-    network.set_link("down")
-    assert first.end() == 0
-    assert "continuing without beta (rank 1), with 1 worker" in first.text
-    assert summary()["resumed_from_step"] > 0
-    assert (summary()["workers"], summary()["steps"]) == (1, 64)
-
-
 SAYS = """
 import tfdist
 tfdist.make_strategy()
@@ -152,24 +139,6 @@ def test_an_elastic_job_sends_no_plain_values(job, network):
     assert (is_plain, is_tls) == ("False", "True")
 
 
-SAVE = (
-    "import os, signal, sys, time\n"
-    "def save(*_): time.sleep(3); print('saved', flush=True); sys.exit(143)\n"
-    "signal.signal(signal.SIGTERM, save)\n"
-    "os.write(1, b'ready %d\\n' % os.getpid())\n"
-    "while True: signal.pause()\n"
-)
-
-
-def test_tasks_on_other_hosts_save_without_the_launcher(job):
-    running = job(SAVE, "--max_restarts", "3")
-    running.ready(2)
-    running.process.kill()
-    running.end()
-    running.assert_gone()
-    assert Path("run/logs/attempt-1/worker-1.log").read_text().endswith("saved\n")
-
-
 def test_a_firewall_error_names_the_host_and_port(job, network):
     with network.dropping("beta", "61000-65534"):
         first = train(job, "--startup_timeout_s", "15")
@@ -206,13 +175,6 @@ def test_an_ssh_error_is_one_line_with_its_fix(job, network, sshd):
     assert lines(unknown)[-1].startswith(
         "gamma: cannot start an agent: ssh: Could not resolve hostname gamma"
     )
-
-
-def test_an_unused_address_is_an_error_with_the_host(job, network):
-    network.name("alpha", {**ADDRESSES, "beta": NOBODY})
-    first = job(PAUSE, "--startup_timeout_s", "6")
-    assert first.end() == EXIT_PEER_MISSING
-    assert re.match(r"1 of 2 hosts connected within 6 s, without beta \(rank 1\)", lines(first)[-1])
 
 
 def test_a_launcher_elsewhere_has_no_tasks(job):

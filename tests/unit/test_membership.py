@@ -12,6 +12,7 @@ import socket
 from collections import deque
 from concurrent import futures
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -455,6 +456,18 @@ def test_the_chief_stays_in_a_job_of_one_worker():
     assert [t for t in WORKERS if state.tasks[t].is_leaving] == WORKERS[:2]
 
 
+def links_that(watch, unwatch, tell=None):
+    return MemberLinks(
+        f"test-{os.getpid()}",
+        most=4,
+        task_of=lambda pid: None,
+        is_here=lambda task: True,
+        watch=watch,
+        unwatch=unwatch,
+        tell=tell,
+    )
+
+
 @pytest.mark.parametrize(
     ("workers", "code", "says"),
     [
@@ -471,17 +484,9 @@ def test_a_request_for_workers_prints_the_launchers_decision(
     state = elastic_job(max_restarts=1)
     state.min_workers, state.done = 2, WORKERS[0] if workers == 3 else None
     selector, told = selectors.DefaultSelector(), []
-    links = MemberLinks(
-        f"test-{os.getpid()}-{workers}",
-        most=4,
-        task_of=lambda pid: None,
-        is_here=lambda task: True,
-        watch=lambda fd, handler, *args: selector.register(
-            fd, selectors.EVENT_READ, (handler, args)
-        ),
-        unwatch=selector.unregister,
-        tell=told.append,
-    )
+    read = selectors.EVENT_READ
+    watch = lambda fd, handler, *args: selector.register(fd, read, (handler, args))  # noqa: E731
+    links = links_that(watch, selector.unregister, told.append)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tfdist.workers.is_running", lambda run_dir: True)
     Path("run").mkdir()
@@ -501,15 +506,8 @@ def test_a_request_for_workers_prints_the_launchers_decision(
 
 def test_a_request_between_two_starts_is_refused():
     selector, ends = selectors.DefaultSelector(), socket.socketpair()
-    links = MemberLinks(
-        f"test-{os.getpid()}-between",
-        most=4,
-        task_of=lambda pid: None,
-        is_here=lambda task: True,
-        watch=lambda fd, *handler: selector.register(fd, selectors.EVENT_READ),
-        unwatch=selector.unregister,
-        tell=lambda event: None,
-    )
+    read = selectors.EVENT_READ
+    links = links_that(lambda fd, *_: selector.register(fd, read), selector.unregister, Mock())
     ends[0].send(json.dumps({"workers": 2}).encode())
     selector.register(ends[1].fileno(), selectors.EVENT_READ)
     links._read_request(ends[1])
@@ -521,14 +519,9 @@ def test_a_request_between_two_starts_is_refused():
 
 def test_another_user_gets_no_answer(monkeypatch):
     handlers = {}
-    links = MemberLinks(
-        f"test-{os.getpid()}",
-        most=4,
-        task_of=lambda pid: None,
-        is_here=lambda task: True,
+    links = links_that(
         watch=lambda fd, handler, *args: handlers.update({fd: (handler, args)}),
         unwatch=lambda fd: handlers.pop(fd, None),
-        tell=None,
     )
     user = os.getuid()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:

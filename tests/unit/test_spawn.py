@@ -60,10 +60,7 @@ def test_a_spawn_within_a_task_is_refused(monkeypatch):
     [
         ({"workers": 0}, "--workers", "bad-value"),
         ({"workers": "two"}, "--workers", None),
-        ({"strategy": "multi"}, "--strategy", "bad-value"),
-        ({"strategy": "single", "workers": 2}, "--workers", "exclusive"),
         ({"ps": 1}, "--ps", "exclusive"),
-        ({"grace_s": -1}, "--grace_s", "bad-value"),
     ],
 )
 def test_options_are_the_launchers_and_refused_as_there(options, where, code):
