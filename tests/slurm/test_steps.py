@@ -135,19 +135,6 @@ def test_agents_check_each_node_of_an_allocation(slurm, allocation):
     assert "error    no-such-node: host: " in missing.stdout, missing.stdout + missing.stderr
 
 
-# One of ours and one of Slurm's; tests/unit/test_cluster_environment.py has all.
-@pytest.mark.parametrize(
-    ("variable", "value"), [("TFDIST_PS", "5"), ("SLURM_STEP_TASKS_PER_NODE", "2")]
-)
-def test_a_contradiction_is_one_line_of_each_task(variable, value, slurm):
-    command = ["env", f"{variable}={value}", sys.executable, "-m"]
-    done = slurm.run("srun", "--nodes=2", "--ntasks=2", *command, "tfdist.train")
-    assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("srun: ")]
-    assert len(lines) == 2, done.stderr
-    assert all(line.startswith(f"tfdist.train: {variable}: ") for line in lines), done.stderr
-
-
 def test_an_error_of_slurm_is_one_line(slurm):
     submit = [sys.executable, "-m", "tfdist.submit", "--to", "slurm"]
     no_partition = slurm.run(*submit, "--partition", "nope", PROGRAM)
