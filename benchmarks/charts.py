@@ -72,7 +72,9 @@ def draw_scaling(table: Mapping[str, Any], name: str) -> Path:
     losses.set_xlabel("seconds of training" + " since the first virtual epoch" * bool(percents))
     losses.set_ylim(bottom=0)
     losses.legend(fontsize=8)
-    machine = f"all measured: {table['repeats']} runs of each job on {table['cpus']} CPUs"
+    repeats = table["repeats"]
+    runs = f"{repeats} run{'s' * (repeats > 1)} of each job"
+    machine = f"all measured: {runs} on {table['cpus']} CPUs"
     limit = "".join(f"; {percent:g} % of a CPU for each task" for percent in percents)
     figure.supxlabel(f"{machine}{limit}; bars: median, least and most", fontsize=8)
     return _saved(figure, name)
