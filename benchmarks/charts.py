@@ -1,7 +1,8 @@
 """``python -m benchmarks.charts``: draw the charts of docs/evidence.md from the records.
 
 The records are `charts.json` of this directory, and the benchmarks that docs/evidence.md names
-write them. ``--scaling`` and ``--all_reduce`` first take new figures into the record.
+write them. ``--scaling``, ``--limited`` and ``--all_reduce`` first take new figures into the
+record.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from benchmarks.panels import empty_panels
 HERE = Path(__file__).parent
 RECORD = HERE / "charts.json"
 IMAGES = HERE.parent / "docs" / "images"
-_CURVES = ("1W1PS", "2W1PS", "4W1PS", "8W1PS")
+_WORKERS_OF_CURVES = (1, 2, 4, 8)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--scaling", type=Path, help="scaling.json of benchmarks.scaling")
+    parser.add_argument("--limited", type=Path, help="the same, of jobs with a CPU limit")
     parser.add_argument("--all_reduce", type=Path, help="record of benchmarks.all_reduce --json")
     options = parser.parse_args(argv)
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
@@ -36,27 +38,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path:
             record[name] = json.loads(path.read_text())
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    for name, draw in {"scaling": draw_scaling, "all_reduce": draw_all_reduce}.items():
+    for name in ("scaling", "limited"):
         if name in record:
-            print(draw(record[name]))
+            print(draw_scaling(record[name], f"{name}.png"))
+    if "all_reduce" in record:
+        print(draw_all_reduce(record["all_reduce"]))
     return 0
 
 
-def draw_scaling(table: Mapping[str, Any]) -> Path:
+def draw_scaling(table: Mapping[str, Any], name: str) -> Path:
     """Draw examples per second of ps jobs, and the loss over time for each number of workers."""
     figure, (rates, losses) = empty_panels(columns=2, width=5.6)
-    rows = {row["shape"]: row for row in table["shapes"]}
-    for number, row in enumerate(rows.values()):
+    rows = table["shapes"]
+    for number, row in enumerate(rows):
         rate = row["examples_per_second"]
         spread = [[rate["median"] - rate["least"]], [rate["most"] - rate["median"]]]
         rates.bar(number, rate["median"], yerr=spread, color="C0", capsize=3)
-    rates.set_xticks(range(len(rows)), list(rows), rotation=30)
+    rates.set_xticks(range(len(rows)), [row["shape"] for row in rows], rotation=30)
     rates.set_title("Examples per second", loc="left", fontsize=10)
     rates.set_xlabel("workers (W) and parameter servers (PS)")
-    for number, name in enumerate(name for name in _CURVES if name in rows):
-        row = rows[name]
+    of_one_ps = [row for row in rows if row["ps"] == 1 and row["workers"] in _WORKERS_OF_CURVES]
+    for number, row in enumerate(of_one_ps):
         workers = row["workers"]
-        shared = ", oversubscribed" if workers > table["cpus"] else ""
+        shared = ", oversubscribed" if is_oversubscribed(row, table["cpus"]) else ""
         label = f"{workers} worker{'s' * (workers > 1)}{shared}"
         for curve in row["loss_curves"]:
             losses.plot(
@@ -64,12 +68,27 @@ def draw_scaling(table: Mapping[str, Any]) -> Path:
             )
             label = "_"
     losses.set_title("Loss over time, one parameter server", loc="left", fontsize=10)
-    losses.set_xlabel("seconds of training")
+    percents = {row["cpu_percent"] for row in rows if row.get("cpu_percent")}
+    losses.set_xlabel("seconds of training" + " since the first virtual epoch" * bool(percents))
     losses.set_ylim(bottom=0)
     losses.legend(fontsize=8)
-    machine = f"{table['repeats']} runs of each job on {table['cpus']} CPUs"
-    figure.supxlabel(f"{machine}; bars: median, least and most", fontsize=8)
-    return _saved(figure, "scaling.png")
+    repeats = table["repeats"]
+    runs = f"{repeats} run{'s' * (repeats > 1)} of each job"
+    machine = f"all measured: {runs} on {table['cpus']} CPUs"
+    limit = "".join(f"; {percent:g} % of a CPU for each task" for percent in percents)
+    figure.supxlabel(f"{machine}{limit}; bars: median, least and most", fontsize=8)
+    return _saved(figure, name)
+
+
+def is_oversubscribed(row: Mapping[str, Any], cpus: int) -> bool:
+    """Return whether the tasks of a job can use more CPU time than the machine has.
+
+    Without a limit, only workers count, because the ps and the chief mostly wait.
+    """
+    if percent := row.get("cpu_percent"):
+        has_chief = row["ps"] > 0
+        return bool((row["workers"] + row["ps"] + has_chief) * percent > 100 * cpus)
+    return bool(row["workers"] > cpus)
 
 
 def draw_all_reduce(record: Mapping[str, Any]) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scaling import measure, plot
+from benchmarks.scaling import limits, measure, plot
 from benchmarks.scaling.measure import Shape, parse_shapes
 from tfdist.argument_parser import Parser
 from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, TfdistError, UsageError
@@ -66,6 +66,12 @@ def _scaling(arguments: argparse.Namespace) -> list[str]:
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     out, shapes = arguments.out, _shapes(arguments)
+    if not shapes:
+        raise UsageError(
+            f"--shapes {arguments.shapes}",
+            "this machine does not allow the limits of these jobs",
+            fix="run the program as root, or choose jobs without a limit",
+        )
     if (out / "runs").exists():
         raise UsageError(
             f"--out {out}",
@@ -82,11 +88,17 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shapes(arguments: argparse.Namespace) -> list[Shape]:
-    """Those that can be measured here: without a limit to a wire, those that need none."""
+    """Return the shapes whose limits this machine allows."""
     shapes = list(parse_shapes(arguments.shapes))
     if arguments.rate_mbit:
         limited = [dataclasses.replace(shape, rate_mbit=arguments.rate_mbit) for shape in shapes]
-        shapes += [shape for shape in dict.fromkeys(limited) if shape.ps and shape not in shapes]
+        shapes += [
+            shape
+            for shape in dict.fromkeys(limited)
+            if shape.ps and not shape.cpu_percent and shape not in shapes
+        ]
+    if any(shape.cpu_percent for shape in shapes) and not limits.possible():
+        shapes = [shape for shape in shapes if not shape.cpu_percent]
     rates = {shape.rate_mbit for shape in shapes if shape.rate_mbit}
     if all(measure.possible(rate) for rate in rates):
         return shapes

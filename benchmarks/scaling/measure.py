@@ -1,7 +1,7 @@
 """Jobs of several sizes, run in turn through the launcher: examples per second, time to a loss.
 
 A job is written in one word: ``2W1PS``, two workers and one ps; ``2W``, two of multiworker;
-``2W1PS@50``, the same behind one wire of 50 Mbit/s.
+``2W1PS@50``, the same behind one wire of 50 Mbit/s; ``2W1PS@20%``, each task with 20 % of a CPU.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scaling.limits import CpuLimits
 from tfdist.errors import TfdistError, UsageError
-from tfdist.outputs.run_directory import DONE, RunDirectory
+from tfdist.launch.live import LIVE_FILE
+from tfdist.outputs.run_directory import DONE, RunDirectory, read_json
 
 _LOG = logging.getLogger(__name__)
-_WORD = re.compile(r"([1-9]\d{0,3})W(?:([1-9]\d{0,3})PS)?(?:@(\d+(?:\.\d+)?))?", re.ASCII)
+_WORD = re.compile(r"([1-9]\d{0,3})W(?:([1-9]\d{0,3})PS)?(?:@(\d+(?:\.\d+)?)(%?))?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,7 @@ class Shape:
     workers: int
     ps: int = 0
     rate_mbit: float | None = None
+    cpu_percent: float | None = None
 
     @classmethod
     def parse(cls, word: str) -> Shape:
@@ -42,22 +46,31 @@ class Shape:
         if found is None or (found[3] and not float(found[3])):
             raise UsageError(
                 "--shapes",
-                f"{word!r} is not a shape such as 2W1PS, 2W (multiworker) or 2W1PS@50 (50 Mbit/s)",
+                f"{word!r} is not a shape such as 2W1PS, 2W (multiworker), 2W1PS@50 (50 Mbit/s) "
+                "or 2W1PS@20% (20 % of a CPU for each task)",
                 fix="write --shapes 1W1PS,2W1PS,2W",
             )
-        rate_mbit = float(found[3]) if found[3] else None
-        return cls(workers=int(found[1]), ps=int(found[2] or 0), rate_mbit=rate_mbit)
+        limit = float(found[3]) if found[3] else None
+        return cls(
+            workers=int(found[1]),
+            ps=int(found[2] or 0),
+            rate_mbit=None if found[4] else limit,
+            cpu_percent=limit if found[4] else None,
+        )
 
     @property
     def name(self) -> str:
         """The word for it."""
-        behind = f"@{self.rate_mbit:g}" if self.rate_mbit else ""
-        return f"{self.workers}W" + (f"{self.ps}PS" if self.ps else "") + behind
+        limit = f"@{self.rate_mbit:g}" if self.rate_mbit else ""
+        limit += f"@{self.cpu_percent:g}%" if self.cpu_percent else ""
+        return f"{self.workers}W" + (f"{self.ps}PS" if self.ps else "") + limit
 
     @property
     def flags(self) -> tuple[str, ...]:
         """The launcher's flags for it."""
-        workers = ("--workers", str(self.workers))
+        workers: tuple[str, ...] = ("--workers", str(self.workers))
+        if self.cpu_percent:  # a part of one CPU
+            workers += ("--threads_per_task", "1")
         if self.ps:
             return ("--strategy", "ps", *workers, "--ps", str(self.ps))
         return ("--strategy", "multiworker", *workers)
@@ -100,6 +113,7 @@ def possible(rate_mbit: float) -> bool:
 
 
 _END_S = 30.0
+_POLL_S = 0.01
 _LAST_LINES = 12
 
 
@@ -112,7 +126,9 @@ def run_job(
 ) -> dict[str, Any]:
     """Runs a job to its end; returns its summary, with the lines of its metrics.
 
-    The strategy is the launcher's: a config that names one would refuse the other jobs.
+    The strategy is the launcher's: a config that names one would refuse the other jobs. A CPU limit
+    begins after the first virtual epoch, so that it does not slow the start and the tracing. The
+    examples per second of such a job are those of the other virtual epochs.
 
     Raises:
       TfdistError: the job failed, or was not done in time and has been ended; its last lines.
@@ -121,8 +137,11 @@ def run_job(
     if shape.rate_mbit:
         launch = [*behind(shape.rate_mbit), *launch]
     run_dir.mkdir(parents=True, exist_ok=True)
-    said = run_dir / "said.log"
-    with said.open("w") as output:
+    said, directory = run_dir / "said.log", RunDirectory(run_dir)
+    with said.open("w") as output, contextlib.ExitStack() as stack:
+        limits = CpuLimits(shape.cpu_percent) if shape.cpu_percent else None
+        if limits:
+            stack.callback(limits.close)
         job = subprocess.Popen(
             [*launch, "-m", "tfdist.train", *arguments, "--config.strategy=auto"],
             stdin=subprocess.DEVNULL,
@@ -130,20 +149,36 @@ def run_job(
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
-        code = _code(job, timeout_s)
-    directory = RunDirectory(run_dir)
+        code = _code(job, timeout_s, directory, limits)
     summary = directory.read_summary() or {}
     if code != 0 or summary.get("status") != DONE:
         ended = f"was not done in {timeout_s:.0f} s" if code is None else f"ended with code {code}"
         last = "\n".join(said.read_text().splitlines()[-_LAST_LINES:])
         raise TfdistError(f"{shape.name}: the job {ended}; its last lines:\n{last}")
-    return {**summary, "lines": directory.read_metrics()}
+    lines = directory.read_metrics()
+    if limits:
+        curve = loss_curve(lines, is_limited=True)
+        examples = lines[-1]["examples"] - lines[0]["examples"]
+        summary["examples_per_second"] = examples / curve[-1][0] if curve else None
+    return {**summary, "lines": lines}
 
 
-def _code(job: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+def _code(
+    job: subprocess.Popen[bytes],
+    timeout_s: float,
+    directory: RunDirectory,
+    limits: CpuLimits | None,
+) -> int | None:
     """Waits for the launcher; at the deadline, or when interrupted, has it end its tasks."""
+    deadline_s = time.monotonic() + timeout_s
     try:
-        return job.wait(timeout_s)
+        while limits and job.poll() is None and time.monotonic() < deadline_s:
+            if directory.read_metrics():
+                live = read_json(directory.path / LIVE_FILE) or {}
+                limits.set({task["task"]: task["pid"] for task in live["tasks"]})
+                break
+            time.sleep(_POLL_S)
+        return job.wait(max(0.0, deadline_s - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None
     finally:
@@ -155,14 +190,19 @@ def _code(job: subprocess.Popen[bytes], timeout_s: float) -> int | None:
             job.wait()
 
 
-def loss_curve(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]] | None:
+def loss_curve(
+    lines: Sequence[Mapping[str, Any]], *, is_limited: bool = False
+) -> list[tuple[float, float]] | None:
     """Return seconds of training and mean loss at each virtual epoch, None without all figures.
 
     Only training counts: the time of a virtual epoch is its examples by its examples per second.
+    The time of a job with a CPU limit begins with the limit, after the first virtual epoch.
     """
     curve: list[tuple[float, float]] = []
     seconds, examples = 0.0, 0
-    for line in lines:
+    if is_limited and lines:
+        curve, examples = [(0.0, lines[0]["loss"])], lines[0]["examples"]
+    for line in lines[1:] if is_limited else lines:
         rate = line.get("examples_per_second")
         if not rate or line.get("loss") is None:
             return None
@@ -172,13 +212,13 @@ def loss_curve(lines: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]] 
     return curve
 
 
-def seconds_to_loss(lines: Sequence[Mapping[str, Any]], loss: float) -> float | None:
+def seconds_to_loss(curve: Sequence[tuple[float, float]] | None, loss: float) -> float | None:
     """Return seconds of training until the mean loss of a virtual epoch was `loss`.
 
     Between two virtual epochs on the line between them. None if the loss was not reached.
     """
     before: tuple[float, float] | None = None
-    for seconds, value in loss_curve(lines) or ():
+    for seconds, value in curve or ():
         if value <= loss:
             if before is None:
                 return seconds
@@ -217,17 +257,20 @@ def measure(
 
 
 def _row(shape: Shape, listed: Sequence[Mapping[str, Any]], loss: float) -> dict[str, Any]:
-    to_loss = [seconds_to_loss(found["lines"], loss) for found in listed]
+    is_limited = shape.cpu_percent is not None
+    curves = [loss_curve(found["lines"], is_limited=is_limited) for found in listed]
+    to_loss = [seconds_to_loss(curve, loss) for curve in curves]
     return {
         "shape": shape.name,
         "workers": shape.workers,
         "ps": shape.ps,
         "rate_mbit": shape.rate_mbit,
+        "cpu_percent": shape.cpu_percent,
         "batch": listed[0]["examples"] / listed[0]["steps"],
         "examples_per_second": _spread([found["examples_per_second"] for found in listed]),
         "seconds_to_loss": _spread(to_loss),
         "last_loss": _spread([found["metrics"]["loss"] for found in listed]),
-        "loss_curves": [loss_curve(found["lines"]) for found in listed],
+        "loss_curves": curves,
     }
 
 

@@ -1,10 +1,12 @@
 """``python -m benchmarks.scaling`` over real jobs."""
 
 import json
+from pathlib import Path
 
 import matplotlib.image
 import pytest
 
+from benchmarks.scaling import limits
 from tests.multiprocess.jobs import ROOT
 from tests.processes import python
 
@@ -39,6 +41,27 @@ def test_a_measured_job_gets_a_row_and_a_picture(tmp_path):
     assert (seconds > 0, loss) == (True, row["last_loss"]["median"])
     assert matplotlib.image.imread(out / "scaling.png").shape[0] == 600
     assert str(out / "scaling.png") in done.stdout
+
+
+@pytest.mark.timeout(DEADLINE_S + 60)
+def test_a_limited_job_uses_its_part_of_a_cpu(tmp_path):
+    if not limits.possible():
+        pytest.skip("the system does not allow CPU limits")
+    out = tmp_path / "out"
+    words = ("--shapes", "1W1PS@20%", "--repeats", "1", "--timeout_s", "300", "--")
+    config = (f"--config={ROOT / 'configs' / 'digits_ps.py'}", "--config.seed=1")
+    config += ("--config.total_examples=6400", "--config.checkpoints=5")
+    done = measured(out, *words, *config, "--config.validation_split=")
+    logs = "".join(log.read_text() for log in sorted(out.glob("runs/*/said.log")))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    (row,) = json.loads((out / "scaling.json").read_text())["shapes"]
+    assert (row["shape"], row["cpu_percent"]) == ("1W1PS@20%", 20)
+    ((start, *_, (seconds, loss)),) = row["loss_curves"]
+    assert (start[0], loss) == (0, row["last_loss"]["median"])
+    assert row["examples_per_second"]["median"] == pytest.approx(6400 * 4 / 5 / seconds)
+    # Each of three tasks has a fifth of a CPU. Without the limit, a step takes about 12 ms.
+    assert seconds / 80 > 0.03
+    assert not list(Path("/sys/fs/cgroup").glob("**/tfdist-scaling-*"))
 
 
 def test_a_failing_job_fails_the_measurement_with_last_lines(tmp_path):

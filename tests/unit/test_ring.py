@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+import tracemalloc
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -124,6 +125,53 @@ def test_parts_of_a_sum_gathered_are_the_sum(size):
         for whole, total in zip(wholes, sums, strict=True):
             np.testing.assert_allclose(whole, total.reshape(-1), rtol=1e-5, atol=1e-6)
             assert size > 2 or whole.tobytes() == total.tobytes()
+
+
+ROOTED = {
+    "scatter": lambda ring, rows, rank: ring.rows_from_root(rows, 0, of="a scatter"),
+    "gather": lambda ring, rows, rank: ring.rows_to_root(rows[rank], 0, of="a gather"),
+    "reduce": lambda ring, rows, rank: ring.sum_to_root(rows[rank], 0, of="a reduce"),
+}
+
+
+@pytest.mark.parametrize(("name", "results"), [("scatter", 4), ("gather", 4), ("reduce", 1)])
+def test_workers_allocate_only_their_results(name, results):
+    rings = ring_of(4)
+    rows = np.arange(4 * 750_001, dtype=np.float64).reshape(4, -1)
+    tracemalloc.start()
+    try:
+        each = at_once(lambda ring, rank: ROOTED[name](ring, rows, rank), rings, range(4))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < (results + 0.5) * rows[0].nbytes  # and blocks to pass on
+    if name == "scatter":
+        assert [row.tobytes() for row in each] == [row.tobytes() for row in rows]
+        each[0][:] = 0  # the root has a copy
+        assert rows[0].any()
+    else:
+        assert each[0].tobytes() == (rows if name == "gather" else rows.sum(axis=0)).tobytes()
+        assert each[1:] == [None] * 3
+
+
+@pytest.mark.parametrize("name", ["scatter", "gather"])
+def test_the_root_copies_a_large_row_while_it_waits(monkeypatch, name):
+    root, other = ring_of(2)
+    rows, copied, relay = np.ones((2, 2**20)), threading.Event(), root._relay
+    copy = ring_module._copy
+
+    def then_set(source, target):
+        copy(source, target)
+        copied.set()
+
+    def after_copy(*blocks, **options):
+        assert copied.wait(5.0)
+        relay(*blocks, **options)
+
+    monkeypatch.setattr(ring_module, "_copy", then_set)
+    monkeypatch.setattr(root, "_relay", after_copy)
+    result, _ = at_once(lambda ring, rank: ROOTED[name](ring, rows, rank), (root, other), (0, 1))
+    assert (result == 1).all()
 
 
 def test_equal_shapes_in_two_places_are_not_mixed():
@@ -322,7 +370,9 @@ def test_workers_find_their_neighbours(request, on_one_machine, size):
     results = at_once(lambda ring: ring.sum(np.arange(9.0)), rings)
     assert all((result[0] == size * np.arange(9.0)).all() for result in results)
     for ring in rings:
-        if not on_one_machine:
+        if on_one_machine:  # the bytes in flight fit into the cache (the system doubles the size)
+            assert ring._to_next.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2**21
+        else:
             # With a limit who is slow to read would be given up: the system counts a full buffer,
             # though the other side answers.
             for end in (ring._to_next, ring._from_previous):

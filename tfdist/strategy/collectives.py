@@ -44,6 +44,8 @@ def barrier() -> None:
 def broadcast(value: Any = None, root: int = 0) -> Any:
     """Return the `value` of task `root` in every task. A collective under multiworker.
 
+    In the root, the arrays of the result can share memory with those of `value`.
+
     Args:
       value: JSON value, which may contain NumPy arrays. Only the root's value is used. Tuples
         arrive as lists.
@@ -94,7 +96,8 @@ def scatter(values: Any = None, root: int = 0) -> Any:
       root: Index of the task that has the values (default: the chief).
 
     Returns:
-      The same value with arrays of the shape ``[...]``. Tuples arrive as lists.
+      The same value with new arrays of the shape ``[...]``, also in the root. Tuples arrive as
+      lists.
 
     Raises:
       UsageError: an array does not have one element for each task, or the job is elastic. See
