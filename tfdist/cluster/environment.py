@@ -30,6 +30,7 @@ from tfdist.cluster import settings, tf_config
 from tfdist.cluster.address import (
     expand_counts,
     expand_hosts,
+    is_loopback,
     parse_hosts,
     ranks_of,
     shown,
@@ -57,12 +58,12 @@ from tfdist.options import (
 # TFDIST_HOSTS (``mpirun -x TFDIST_HOSTS``) or in the node list of a Slurm allocation. If all ranks
 # are on this machine, no list is needed. tfdist reads
 #
-# * Open MPI: OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_SIZE
+# * Open MPI: OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_SIZE, _LOCAL_RANK
 #   (https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html);
-# * MPICH and Intel MPI (Hydra): PMI_SIZE, PMI_RANK, MPI_LOCALNRANKS.
+# * MPICH and Intel MPI (Hydra): PMI_SIZE, PMI_RANK, MPI_LOCALNRANKS, MPI_LOCALRANKID.
 
-_OMPI = tuple(f"OMPI_COMM_WORLD_{of}" for of in ("SIZE", "RANK", "LOCAL_SIZE"))
-_PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS")
+_OMPI = tuple(f"OMPI_COMM_WORLD_{of}" for of in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))
+_PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 _LOCAL_HOST = "127.0.0.1"
 _JOB_NAMES = (
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
@@ -71,11 +72,12 @@ _JOB_NAMES = (
 
 
 class _World(NamedTuple):
-    """Place of a rank as set by its launcher. `names` are the variables of the three fields."""
+    """Place of a rank as set by its launcher. `names` are the variables of the other fields."""
 
     size: int
     rank: int
     local_size: int | None
+    local_rank: int | None
     names: Sequence[str]
 
 
@@ -86,12 +88,13 @@ def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfi
     follows from the name of the job.
 
     Raises:
-        UsageError: the hosts of the ranks are unknown.
+        UsageError: the hosts of the ranks are unknown, or mpirun placed the ranks in another order.
     """
     world = _world(environ)
     if world is None or world.size == 1:
         return None
     ranks = _hosts_of_mpi(environ, world)
+    _require_mapped_by_slot(world, ranks)
     job = next(filter(None, (text(environ, name) for name in _JOB_NAMES)), "0")
     first_port = port_of_job(job, job_settings=job_settings)
     return place(ranks, rank=world.rank, job_settings=job_settings, job_port=first_port)
@@ -112,7 +115,8 @@ def _sized(environ: Mapping[str, str], names: Sequence[str]) -> _World:
     size = needed(environ, names[0], least=1)
     rank = needed(environ, names[1], most=size - 1)
     local_size = integer(environ, names[2], least=1, most=size)
-    return _World(size, rank, local_size, names)
+    local_rank = integer(environ, names[3], most=size - 1)
+    return _World(size, rank, local_size, local_rank, names)
 
 
 def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> list[str]:
@@ -136,6 +140,19 @@ def _hosts_of_mpi(environ: Mapping[str, str], world: _World) -> list[str]:
         raise _missing(HOSTS, problem, f"pass {HOSTS} on with mpirun -x {HOSTS}")
     each = world.size // len(nodes)
     return [node for node in nodes for _ in range(each)]
+
+
+def _require_mapped_by_slot(world: _World, ranks: Sequence[str]) -> None:
+    """Raise UsageError if this rank is not on its host: other ranks would wait for it there."""
+    host, found = ranks[world.rank], (world.local_rank, world.local_size)
+    expected = (ranks[: world.rank].count(host), ranks.count(host))
+    if None not in found and found != expected and not all(map(is_loopback, ranks)):
+        raise _contradiction(
+            world.names[3],
+            f"rank {world.rank} has local rank {found[0]} of {found[1]}, but the list of hosts gives "
+            f"it local rank {expected[0]} of {expected[1]} on {shown(host)}",
+            f"run mpirun with --map-by slot, and with the hosts and slots of {HOSTS}",
+        )
 
 
 # Cluster resolver of Slurm: the variables that ``srun`` sets in a step's tasks.
