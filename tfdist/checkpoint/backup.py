@@ -159,6 +159,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._auto = AutoInterval(mtbf_s=mtbf_s) if save_freq == "auto" else None
         if backup_dir is None:
             backup_dir = _next_directory()
+        self.place = os.fspath(backup_dir)
+        """Directory or URL of the checkpoints, for messages."""
         keep = require_int("BackupAndRestore: keep", keep, least=1, fix="pass keep=3")
         keep = max(keep, 2) if double_checkpoint else keep
         self.remote: RemoteCheckpoints | None = None
@@ -353,7 +355,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     @property
     def _where(self) -> str:
-        return f"checkpoint {self.store.directory}"
+        return f"checkpoint {self.place}"
 
     def _require_same(self, model: keras.Model, job: Job, meta: Mapping[str, Any]) -> None:
         where = self._where
