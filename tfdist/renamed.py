@@ -38,6 +38,7 @@ GONE = {
     "--status": "squeue or kubectl get",
     "--versions": "no flag: each model serves its newest version",
     "InExamples": "decay_steps divided by the batch size",
+    "LearningRates.plot": "matplotlib, with rates and losses",
     "Ledger": "tests/tools/ledger.py in a checkout",
     "data.ArraySource(memory_limit_bytes=)": "np.load(file, mmap_mode='r') for large arrays",
     "estimate_memory": "tfdist.find_batch_size",

@@ -16,6 +16,7 @@ from tfdist import __main__ as programs
 from tfdist import top
 from tfdist.configs import command_line
 from tfdist.errors import UsageError
+from tfdist.find.learning_rate import read
 from tfdist.launch import options
 from tfdist.renamed import GONE, RENAMED
 
@@ -87,8 +88,10 @@ def test_a_removed_program_flag_or_name_tells_its_replacement(capsys, tmp_path, 
                 error = refused_by(parse, [f"{old}=1", "a.py"], capsys)
                 assert error.endswith(f"Fix: use {new}"), error
         elif "(" not in old:
+            _, of_rates, name = old.rpartition("LearningRates.")
+            owner = read([1.0], [1.0], smoothing=0) if of_rates else tfdist
             with pytest.raises(AttributeError, match=re.escape(f"Fix: use {new}")):
-                operator.attrgetter(old)(tfdist)
+                operator.attrgetter(name)(owner)
 
 
 def refused_by(parse, words, capsys):
