@@ -149,8 +149,8 @@ def _require_mapped_by_slot(world: _World, ranks: Sequence[str]) -> None:
     if None not in found and found != expected and not all(map(is_loopback, ranks)):
         raise _contradiction(
             world.names[3],
-            f"rank {world.rank} has local rank {found[0]} of {found[1]}, but the list of hosts gives "
-            f"it local rank {expected[0]} of {expected[1]} on {shown(host)}",
+            f"rank {world.rank} has local rank {found[0]} of {found[1]}, but the list of hosts "
+            f"gives it local rank {expected[0]} of {expected[1]} on {shown(host)}",
             f"run mpirun with --map-by slot, and with the hosts and slots of {HOSTS}",
         )
 
