@@ -27,7 +27,7 @@ LINES = {
     "strategy": 3_284,
     "data": 2_669,
     "checkpoint": 2_782,
-    "training": 8_482,
+    "training": 8_483,
     "ps, pipeline": 4_903,
     "elastic": 1_701,
     "tuning": 2_972,
