@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tfdist.argument_parser import Parser, reading_file, run_program
 from tfdist.errors import (
     EXIT_OK,
+    UsageError,
     require,
     require_int,
     require_number,
@@ -145,8 +146,12 @@ def _serve_on_ray(options: Any) -> None:
         fix="choose a free port below 65536",
         code="port-taken",
     )
-    require_packages("--on ray", "ray", "starlette", extra="ray")
-    from tfdist.serving.on_ray import run
+    require_packages("--on ray", "ray", extra="ray")
+    try:
+        from tfdist.serving.on_ray import run
+    except ImportError as error:  # Ray is installed without the packages of Ray Serve
+        problem, fix = f"cannot import {error.name or error}", "run pip install 'tfdist[ray]'"
+        raise UsageError("--on ray", problem, fix=fix, code="missing-package") from None
 
     run(_settings(options))
 

@@ -1,5 +1,6 @@
 """A mistake is refused by where it is and a code; nothing is trained, and the next call works."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -15,6 +16,9 @@ from tests.models import OwnStep, around, linear, sequential
 from tests.multiprocess.programs.without_call import AutoEncoder
 from tests.refusals import refusal, refused
 from tfdist.errors import UsageError
+from tfdist.kinds import KINDS
+from tfdist.strategy.job import Job
+from tfdist.training import building
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(12, 4).astype("float32")
@@ -279,6 +283,14 @@ def test_single_replica_features_are_refused_on_several_replicas(strategies, wha
     logs = fit(make(strategies[1]), *data).history
     assert np.isfinite([*logs.values()]).all()
     assert refused(lambda: fit(make(strategies[2]), *data)) == (where, code)
+
+
+def test_float8_scales_are_refused_in_micro_batches(strategies):
+    model, single = in_float8(strategies[1]), Job(strategy=strategies[1], kind=KINDS["single"])
+    building._require_one_scale(model, single)
+    staged = dataclasses.replace(single, kind=KINDS["pipeline"])
+    error = refused(lambda: building._require_one_scale(model, staged))
+    assert error == ("model", "unsupported-layer")
 
 
 # Whatever else

@@ -343,6 +343,19 @@ def test_a_layer_that_needs_the_whole_batch_stays_undivided():
     called(known)()
 
 
+def test_a_layer_with_float8_scales_stays_undivided():
+    def fit(devices):
+        with PlacedStrategy("/CPU:0", {"block": devices}).scope():
+            model = keras.Sequential([keras.Input((3,)), L.Dense(2, name="block")])
+            model.quantize("float8")
+            model.compile("sgd", "mse")
+        tfdist.fit(model, np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+
+    fit("CPU:1")
+    error = refusal(lambda: fit(["CPU:0", "CPU:1"]))
+    assert (error.code, "float8 scales" in error.problem) == ("divided-layer", True)
+
+
 PROGRAM = """
 import json
 import keras, numpy as np, tensorflow as tf

@@ -68,7 +68,7 @@ def failing(monkeypatch, method, fails):
     monkeypatch.setattr(MemoryFileSystem, method, call)
 
 
-def test_a_run_resumes_bit_identically_on_another_machine(strategies, machine, monkeypatch):
+def test_a_run_resumes_bit_identically_on_another_machine(strategies, machine, monkeypatch, caplog):
     order = []
     failing(monkeypatch, "put_file", lambda local, path: order.append(path.rpartition("/")[2]))
     machine("whole")
@@ -82,6 +82,7 @@ def test_a_run_resumes_bit_identically_on_another_machine(strategies, machine, m
     machine("b")
     resumed = make(strategies)
     backup = fit(resumed)
+    assert f"resumes at step 12 (epoch 2) from {URL}" in caplog.messages
     assert bits(resumed) == bits(whole)
     assert backup.store.steps() == [12, 16, 20][-3:]
     assert set(in_bucket()) == {f"step-{step:09d}.{n}" for step, n in ((12, 4), (16, 5), (20, 6))}

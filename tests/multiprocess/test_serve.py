@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -23,12 +24,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import psutil
 import pytest
 import uvicorn
 from google.protobuf.wrappers_pb2 import BytesValue
+from prometheus_client import generate_latest
 from uvicorn.server import ServerState
 
 from tests.processes import until
@@ -359,6 +362,55 @@ def test_a_client_without_a_head_is_disconnected(monkeypatch):
 
     for sent in (b"", b"POST /v1/models/m:predict HT"):
         assert asyncio.run(answers(sent)) == b""
+
+
+def http2(kind: int, payload: bytes = b"", *, stream: int = 0, flags: int = 0) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def of_http2(text: bytes) -> bytes:
+    return bytes([len(text)]) + text
+
+
+CALL_WITHOUT_MESSAGE = b"".join(
+    [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2(4),
+        http2(
+            1,
+            b"\x83\x86\x04"  # POST, http, path
+            + of_http2(b"/tensorflow.serving.PredictionService/Predict")
+            + b"\x01"  # authority
+            + of_http2(b"localhost")
+            + b"\x0f\x10"  # content-type
+            + of_http2(b"application/grpc")
+            + b"\x00"
+            + of_http2(b"te")
+            + of_http2(b"trailers"),
+            stream=1,
+            flags=4,
+        ),
+    ]
+)
+
+
+def test_a_grpc_client_that_answers_no_ping_loses_its_call(monkeypatch):
+    monkeypatch.setattr(front, "_PING_S", 0.5)
+
+    async def run(host: str, port: int) -> None:
+        own = front.Front(front.FrontOptions(), Mock(), is_local=True)
+        server = await front._grpc_server(own, f"{host}:{port}")
+        async with asyncio.timeout(20):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(CALL_WITHOUT_MESSAGE)
+            while await reader.read(1 << 16):
+                pass
+            while b'via="grpc"} 1.0' not in generate_latest(own._metrics.registry):
+                await asyncio.sleep(0.01)
+        writer.close()
+        await server.stop(0)
+
+    with contextlib.closing(_reserved("127.0.0.1", 0)) as held:
+        asyncio.run(run(*held.getsockname()))
 
 
 def test_metrics(shared):

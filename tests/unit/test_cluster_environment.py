@@ -415,6 +415,20 @@ def test_it_is_refused(name, change, variable, code):
     assert (error.where, error.code) == (variable, code)
 
 
+def test_ranks_of_mpirun_on_other_hosts_are_refused():
+    by_node = [{"OMPI_COMM_WORLD_RANK": "1"}, {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}]
+    on_one_host = [{"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}]
+    for changes in (by_node, on_one_host):
+        for change in changes:
+            error = refusal(recorded("mpi_open_mpi_two_hosts", **change)[0])
+            assert (error.where, error.code) == ("OMPI_COMM_WORLD_LOCAL_RANK", "bad-environment")
+            assert "--map-by slot" in error.fix
+    error = refusal(recorded("mpi_hydra_two_hosts", MPI_LOCALRANKID="1")[2])
+    assert "rank 2 has local rank 1 of 2," in error.problem
+    names = {"TFDIST_HOSTS": "127.0.0.1:2,127.0.0.2", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+    read(recorded("mpi_open_mpi_two_hosts", **names)[0])  # two names of this machine
+
+
 def test_a_task_on_an_unexpected_node_is_refused():
     for kind, number in (("arbitrary", 0), ("srun_cyclic", 1), ("srun_plane", 2)):
         error = refusal(recorded(f"refused_slurm_{kind}")[number])

@@ -187,6 +187,15 @@ def test_a_mistake_is_shown_once(reader, tmp_path):
     errors.close()
 
 
+def test_a_mistake_of_a_task_that_fails_alone_is_shown_once(reader, tmp_path):
+    screen = JobScreen(out=reader.console, err=reader.console)
+    screen.open(W1, tmp_path / "log").feed(f"{MISTAKE}\n".encode())
+    screen.say(f"worker-1 failed: {MISTAKE} (exit code 2); continuing with worker-0")
+    screen.close()
+    seen = "worker-1 failed: see the message above (exit code 2); continuing with worker-0"
+    assert reader.text() == f"[worker-1] {MISTAKE}\n[launch] {seen}\n"
+
+
 def test_an_unshown_mistake_is_named_by_the_launcher(reader, tmp_path):
     screen = JobScreen(out=reader.console, err=reader.console)
     output = screen.open(W1, tmp_path / "log")
@@ -224,8 +233,9 @@ def test_the_closing_lines_name_results_and_resume_command(tmp_path, monkeypatch
         f"resume: {resume}",
     ]
     words = shlex.split(resume)
-    assert words == ["python3", "-m", "tfdist.launch", "--run_dir=runs/a b", *given]
-    assert parse(words[3:]) == parse(["--run_dir", "runs/a b", *given])
+    assert words == ["python3", "-m", "tfdist.launch", f"--run_dir={run}", *given]
+    assert resume_command(parse(given), Path("runs/a b")) == resume
+    assert parse(words[3:]) == parse(["--run_dir", str(run), *given])
     assert closing_lines(run, exit_code=0, seconds=0.2, resume="")[0] == "done in 0:00:00"
     assert closing_lines(run, exit_code=143, seconds=1, resume="")[0].startswith("stopped after")
 

@@ -1,9 +1,11 @@
 """`tfdist` names and runs every program, and its public names are found on first use."""
 
 import ast
+import importlib.machinery
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from tensorboard.util.tensor_util import make_ndarray
 
 import tfdist
 from tests.processes import python
+from tests.refusals import refusal
 from tfdist import __main__ as programs
-from tfdist import demo, env, top
+from tfdist import demo, env, serve, top
 from tfdist.launch import options
 
 
@@ -204,6 +207,15 @@ def test_tfdist_works_without_extras_and_names_missing_ones(tmp_path):
     (event,) = events.Tensors("validation/loss")
     assert (event.step, float(make_ndarray(event.tensor_proto))) == (3, 0.5)
     assert events.SummaryMetadata("validation/loss").plugin_data.plugin_name == "scalars"
+
+
+def test_serve_on_ray_without_ray_serve_names_the_extra(monkeypatch, tmp_path):
+    partial = types.ModuleType("ray")
+    partial.__spec__ = importlib.machinery.ModuleSpec("ray", None)
+    monkeypatch.setitem(sys.modules, "ray", partial)
+    error = refusal(lambda: serve._serve([str(tmp_path), "--on", "ray"]))
+    assert (error.where, error.code) == ("--on ray", "missing-package")
+    assert "'tfdist[ray]'" in error.fix
 
 
 # Public names

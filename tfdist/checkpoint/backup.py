@@ -155,6 +155,8 @@ class BackupAndRestore(keras.callbacks.Callback):
         )
         if backup_dir is None:
             backup_dir = _next_directory()
+        self.place = os.fspath(backup_dir)
+        """Directory or URL of the checkpoints, for messages."""
         keep = require_int("BackupAndRestore: keep", keep, least=1, fix="pass keep=3")
         keep = max(keep, 2) if double_checkpoint else keep
         self.remote: RemoteCheckpoints | None = None
@@ -354,7 +356,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     @property
     def _where(self) -> str:
-        return f"checkpoint {self.store.directory}"
+        return f"checkpoint {self.place}"
 
     def _require_same(self, model: keras.Model, job: Job, meta: Mapping[str, Any]) -> None:
         where = self._where

@@ -29,6 +29,7 @@ from tfdist.cluster import settings, tf_config
 from tfdist.cluster.address import (
     expand_counts,
     expand_hosts,
+    is_loopback,
     parse_hosts,
     ranks_of,
     shown,
@@ -56,12 +57,12 @@ from tfdist.options import (
 # TFDIST_HOSTS (``mpirun -x TFDIST_HOSTS``) or in the node list of a Slurm allocation. If all ranks
 # are on this machine, no list is needed. tfdist reads
 #
-# * Open MPI: OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_SIZE
+# * Open MPI: OMPI_COMM_WORLD_SIZE, _RANK, _LOCAL_SIZE, _LOCAL_RANK
 #   (https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html);
-# * MPICH and Intel MPI (Hydra): PMI_SIZE, PMI_RANK, MPI_LOCALNRANKS.
+# * MPICH and Intel MPI (Hydra): PMI_SIZE, PMI_RANK, MPI_LOCALNRANKS, MPI_LOCALRANKID.
 
-_OMPI = tuple(f"OMPI_COMM_WORLD_{of}" for of in ("SIZE", "RANK", "LOCAL_SIZE"))
-_PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS")
+_OMPI = tuple(f"OMPI_COMM_WORLD_{of}" for of in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK"))
+_PMI = ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
 _LOCAL_HOST = "127.0.0.1"
 _JOB_NAMES = (
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
@@ -76,7 +77,7 @@ def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfi
     follows from the name of the job.
 
     Raises:
-        UsageError: the hosts of the ranks are unknown.
+        UsageError: the hosts of the ranks are unknown, or mpirun placed the ranks in another order.
     """
     names = _names_of_mpi(environ)
     if not names:
@@ -88,6 +89,7 @@ def from_mpi(environ: Mapping[str, str], job_settings: JobSettings) -> TaskConfi
     is_here = integer(environ, names[2], least=1, most=size) == size
     is_listed = text(environ, HOSTS) or not is_here
     ranks = _hosts_of_mpi(environ, size) if is_listed else [_LOCAL_HOST] * size
+    _require_mapped_by_slot(environ, names, rank, ranks)
     job = next(filter(None, (text(environ, name) for name in _JOB_NAMES)), "0")
     first_port = port_of_job(job, job_settings=job_settings)
     return place(ranks, rank=rank, job_settings=job_settings, job_port=first_port)
@@ -118,6 +120,23 @@ def _hosts_of_mpi(environ: Mapping[str, str], size: int) -> list[str]:
         problem = f"the list of hosts of the {size} ranks is missing"
         raise _missing(HOSTS, problem, f"pass {HOSTS} on with mpirun -x {HOSTS}")
     return [node for node in nodes for _ in range(size // len(nodes))]
+
+
+def _require_mapped_by_slot(
+    environ: Mapping[str, str], names: Sequence[str], rank: int, ranks: Sequence[str]
+) -> None:
+    """Raise UsageError if this rank is not on its host: other ranks would wait for it there."""
+    most = len(ranks)
+    found = (integer(environ, names[3], most=most - 1), integer(environ, names[2], most=most))
+    host = ranks[rank]
+    expected = (ranks[:rank].count(host), ranks.count(host))
+    if None not in found and found != expected and not all(map(is_loopback, ranks)):
+        problem = (
+            f"rank {rank} has local rank {found[0]} of {found[1]}, but the list of hosts gives it "
+            f"local rank {expected[0]} of {expected[1]} on {shown(host)}"
+        )
+        fix = f"run mpirun with --map-by slot, and with the hosts and slots of {HOSTS}"
+        raise _contradiction(names[3], problem, fix)
 
 
 # Cluster resolver of Slurm: the variables that ``srun`` sets in a step's tasks.

@@ -102,9 +102,10 @@ def _read(file: Path) -> dict[str, Any]:
 def resume_command(options: LaunchOptions, run_dir: Path) -> str:
     """Return the command that continues a run, for a shell in this directory.
 
-    Secrets are hidden.
+    Secrets are hidden. The run directory is absolute: in a shell in another directory, a relative
+    path would start a new run.
     """
-    program, where = options.program, shown(run_dir)
+    program, where = options.program, str(run_dir.absolute())
     if program.target == SPAWN:
         return f"tfdist.spawn(..., run_dir={where!r})"
     flags = {name: v for name, v in _changed(options).items() if name not in _OF_ONE_START}

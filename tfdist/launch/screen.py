@@ -222,7 +222,10 @@ class JobScreen:
             self.out.say(text)
 
     def say(self, text: str) -> None:
-        """Show lines of the launcher."""
+        """Show lines of the launcher. Do not repeat a UsageError that is on the screen."""
+        shown = self.out.mistake[1].decode(errors="backslashreplace")[:MAX_CAUSE_CHARS]
+        if shown and self.out is self.err:
+            text = text.replace(shown, "see the message above")
         self.out.write()
         self.err.say(text)
 
@@ -230,7 +233,8 @@ class JobScreen:
         """Show the root cause with its task's last lines, and hide later output of other tasks."""
         self.mute_others(task)
         failed = self._outputs.get(task)
-        self.say(self._failure_block(task, failed, cause))
+        self.out.write()
+        self.err.say(self._failure_block(task, failed, cause))
 
     def mute(self, task: Task) -> None:
         """Hide all later output of a task."""

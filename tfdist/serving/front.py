@@ -54,6 +54,7 @@ _TICK_S = 0.1
 _MOST_CONNECTIONS = 4096  # maximum number of open HTTP connections
 _HEAD_BYTES = 64 << 10  # maximum size of the head of a request
 _HEAD_S = 30.0  # longest wait for the head of a request, before a token is known
+_PING_S = 30.0  # silence after which gRPC pings a client that has calls, and time for its answer
 _MOST_OF_AN_ERROR = 500  # characters of up to 12 bytes: a gRPC trailer has up to 8 KiB
 _TICKET = "tfdist.ticket"  # key of the ticket in the scope of a request
 _PREDICTION = "tensorflow.serving.PredictionService"
@@ -526,6 +527,8 @@ async def _grpc_server(front: Front, address: str) -> grpc.aio.Server:
             ("grpc.so_reuseport", 1),
             ("grpc.max_receive_message_length", options.body_bytes),
             ("grpc.max_send_message_length", -1),
+            ("grpc.keepalive_time_ms", int(_PING_S * 1000)),
+            ("grpc.http2.ping_timeout_ms", int(_PING_S * 1000)),
         ],
         maximum_concurrent_rpcs=2 * options.requests,
     )

@@ -271,6 +271,9 @@ def _require_not_stateful(layer: keras.layers.Layer) -> None:
         if getattr(inner, "stateful", False):
             kind = type(inner).__name__
             raise _refusal(layer, f"its {kind} {inner.name!r} has a state for the whole batch")
+    for variable in layer.trainable_variables:
+        if variable.overwrite_with_gradient:  # the gradient is the new value, and parts are summed
+            raise _refusal(layer, f"the parts would have different float8 scales {variable.path!r}")
 
 
 def _num_losses(layer: keras.layers.Layer) -> int:

@@ -304,12 +304,13 @@ def _require_variables_of_scope(model: keras.Model, job: Job) -> None:
 
 
 def _require_one_scale(model: keras.Model, job: Job) -> None:
-    """Reject variables that are overwritten with their gradient: replicas cannot sum these."""
-    for variable in model.trainable_variables if job.num_replicas > 1 else ():
+    """Reject variables that are overwritten with their gradient: parts of a batch sum these."""
+    is_whole = job.num_replicas == 1 and not job.kind.has_stages
+    for variable in () if is_whole else model.trainable_variables:
         if variable.overwrite_with_gradient:
             raise UsageError(
                 "model",
-                f"{job.num_replicas} replicas cannot combine the float8 scales of {variable.path}",
+                f"replicas and micro-batches cannot combine the float8 scales {variable.path}",
                 fix="use strategy single, or leave out quantize('float8')",
                 code="unsupported",
             )

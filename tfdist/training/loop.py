@@ -349,7 +349,7 @@ class TrainLoop:
             if hasattr(callback, "resumed_at"):
                 callback.resumed_at(self.step)
         if self._joined is None and self._job.is_chief:
-            directory = self._plan.backups[0].store.directory
+            directory = self._plan.backups[0].place
             _LOG.warning(line, {"step": self.step, "epoch": epoch + 1, "directory": directory})
 
     def _save(
