@@ -21,6 +21,7 @@ from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, best_so_far, less_is_better, save_whole
 from tfdist.checkpoint.store import Checkpoint
 from tfdist.checkpoint.warm_start import set_weights
+from tfdist.data.python_indexed import PyDatasetSource
 from tfdist.errors import EXIT_OK, Stopped, UsageError, require, require_int
 from tfdist.outputs.display import ScalarWriter
 from tfdist.outputs.run_directory import Evaluations
@@ -115,6 +116,7 @@ def predict(
                 first = step // every * every
                 outputs = _joined(batches[first:])
                 listed.on_predict_batch_end(first + every - 1, {"outputs": outputs})
+        feed.end_pass(len(batches))
     listed.on_predict_end()
     return _joined(batches)
 
@@ -165,6 +167,8 @@ class Evaluation:
         model.stop_evaluating = False
         with phases.entered("validate"):
             with phases.entered("callback"):
+                if isinstance(self.feed.source, PyDatasetSource):
+                    self.feed.source.on_epoch_end()  # as Keras does before each evaluation
                 callbacks.on_test_begin()
             by_batch = _goes_by_batch(
                 blocks.job, callbacks, mode="test", stop=model.stop_evaluating
@@ -190,6 +194,7 @@ class Evaluation:
                 first = last
             result = blocks.metrics(blocks.logs)
             with phases.entered("callback"):
+                self.feed.end_pass(first)
                 callbacks.on_test_end(result)
         return result
 

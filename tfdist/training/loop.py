@@ -152,6 +152,8 @@ class TrainLoop:
             if model.stop_training or (self.step == epochs.step_starts[epoch] and self._is_over()):
                 break
             logs = self._run_epoch(epoch, is_first=epoch == start)
+        with phases.entered("callback"):
+            self._plan.feed.end_pass(self.step)
         self._settle(logs)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
             use_averages(model)
