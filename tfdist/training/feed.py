@@ -182,15 +182,15 @@ class Feed(abc.ABC):
     def iterator(self, step: int) -> Any:
         """Return the iterator positioned at `step`, a new iterator after a jump between steps."""
         if self._next_step != step:
-            self._iterator = iter(self.dataset(step, self.plan.total_steps))
             self._next_step = step
+            self._iterator = iter(self.dataset(step, self.plan.total_steps))
         return self._iterator
 
     def advanced_to(self, step: int) -> None:
         """Record that the iterator's next element belongs to `step`."""
         self._next_step = step
 
-    def end_pass(self, step: int) -> None:
+    def end_pass(self, step: int) -> None:  # noqa: B027, as other data have no hooks
         """Call `on_epoch_end` of a PyDataset if a pass or the run ends at `step`, as Keras does."""
 
     def batches_read(self) -> int | None:
@@ -403,22 +403,15 @@ class BatchFeed(PythonFeed):
         self._threads = source.workers
         self._length = source.num_batches
         self._batches = self.order.batches or self._length
-        self._ended_at = -1  # no hooks before the first step, for example in `first_batch`
+        self._ended_at: int | None = None
         self._lock = threading.Lock()
-
-    def iterator(self, step: int) -> Any:
-        """As in `Feed`."""
-        if self._next_step != step:
-            self._ended_at = step
-        return super().iterator(step)
 
     def end_pass(self, step: int) -> None:
         """As in `Feed`, unless the thread that reads ahead has already called the hook."""
         with self._lock:
-            is_due = 0 <= self._ended_at < step and self._ends(step)
-            self._ended_at = step if is_due else self._ended_at
-        if is_due:
-            self.source.on_epoch_end()
+            if self._ended_at is not None and self._ended_at < step and self._ends(step):
+                self._ended_at = step
+                self.source.on_epoch_end()
 
     def _ends(self, step: int) -> bool:
         """Return whether a pass or the run ends at `step`. An epoch is a pass of endless data."""
@@ -428,8 +421,10 @@ class BatchFeed(PythonFeed):
     def _hooks_before(self, step: int, *, is_first: bool) -> Sequence[Callable[[], None]]:
         """As in `PythonFeed`. A run that starts within a pass also calls `on_epoch_begin`."""
         begin = partial(self.source.on_epoch_begin, self._length)
-        if self._ended_at < 0 or not (is_first or self._ends(step)):
+        if self._next_step < 0 or not (is_first or self._ends(step)):  # `first_batch` has no hooks
             return ()
+        if is_first:
+            self._ended_at = step
         return (begin,) if is_first else (partial(self.end_pass, step), begin)
 
     def _batch(self, step: int) -> tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]:
