@@ -147,6 +147,19 @@ def test_a_function_of_input_context_trains_alike(strategies):
     assert many.optimizer.iterations.numpy() == 16
 
 
+def test_an_epoch_of_an_input_function_with_a_fixed_batch_is_one_pass(strategies):
+    def fixed(context):
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).take(48)
+        return data.shard(context.num_input_pipelines, context.input_pipeline_id).batch(4)
+
+    for replicas, steps in (1, 12), (2, 6), (3, 4):
+        model, _ = train(strategies[replicas], fixed)
+        assert model.optimizer.iterations.numpy() == steps
+        job, length = job_of(strategies[replicas]), inputs.Length()
+        plan = inputs.prepare(fixed, None, None, job=job, length=length, shuffle=True, seed=3).plan
+        assert (plan.global_batch_size, plan.example_starts[-1]) == (4 * replicas, 48)
+
+
 def read_by(strategy, x, *, class_weight=None, **length):
     """What each step of a run has of the first part of its data, or the weights of its examples."""
     feed = inputs.prepare(

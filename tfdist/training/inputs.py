@@ -267,8 +267,14 @@ def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[i
         if batch is None and steps and whole and steps <= whole:
             batch = -(-whole // steps)  # as in Keras
         return batch or _DEFAULT_BATCH_SIZE, whole
-    batch = _size_of_first(source, num_replicas=job.num_replicas)
-    batches = getattr(source, "num_batches", None)
+    if isinstance(source, InputFunctionSource) and (replicas := job.num_replicas) > 1:
+        context = tf.distribute.InputContext(num_replicas_in_sync=replicas)
+        whole = StreamSource(source.dataset_for(context))  # a step uses a batch for each replica
+        batch = _size_of_first(whole, num_replicas=1) * replicas
+        batches = whole.num_batches and -(-whole.num_batches // replicas)
+    else:
+        batch = _size_of_first(source, num_replicas=job.num_replicas)
+        batches = getattr(source, "num_batches", None)
     if batches is None and isinstance(source, StreamSource) and not source.is_endless:
         batches = _counted(source, length, job=job, seed=seed)
     if not isinstance(source, InputFunctionSource):  # the number may differ by task
