@@ -152,8 +152,7 @@ class TrainLoop:
             if model.stop_training or (self.step == epochs.step_starts[epoch] and self._is_over()):
                 break
             logs = self._run_epoch(epoch, is_first=epoch == start)
-        with phases.entered("callback"):
-            self._plan.feed.end_pass(self.step)
+        self._plan.feed.end_pass(self.step)
         self._settle(logs)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
             use_averages(model)
@@ -233,6 +232,9 @@ class TrainLoop:
         self._is_time_over = any_task(self._job, mine, of="the time limit")
         if self._is_time_over and self._job.is_chief:
             _LOG.warning(_TIME_IS_OVER, self._seconds(), self.step)
+            for callback in self._callbacks.callbacks if self._plan.backups else ():
+                if hasattr(callback, "interrupted"):
+                    callback.interrupted()
         return self._is_time_over
 
     def _decide(self, epoch_end: int) -> Decision:
