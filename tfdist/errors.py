@@ -36,7 +36,7 @@ class TfdistError(Exception):
 
 
 class UsageError(TfdistError, ValueError):
-    """A user's mistake, detected before any process starts or any file is overwritten.
+    """A user's mistake. Most are found before any process starts or any file is overwritten.
 
     `code` names the cause and stays stable when the wording changes. It is the broken rule
     (``"TFC016"``), or a few lower-case words (``"unknown-value"``). Tests and programs compare

@@ -258,6 +258,9 @@ def find_batch_size(  # noqa: D417
       use: Fraction of the free memory that the replicas may use (default: 0.9).
       timeout_s: Seconds for one trial (default: 600).
 
+    Returns:
+      The `BatchSizes`, in every task. `global_batch_size` is the batch size for `tfdist.fit`.
+
     Raises:
       UsageError: The model is not built, or a file cannot hold it.
       TfdistError: A batch of 1 does not fit, or a trial fails for a reason other than memory.

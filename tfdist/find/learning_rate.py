@@ -53,9 +53,12 @@ def find_learning_rate(  # noqa: D417, PLR0913
       x, y, batch_size, sample_weight: Data as in `tfdist.fit`. `batch_size` is the global batch.
       lowest, highest: First and last rate (default: 1e-7 and 10).
       steps: Number of rates to try, each for one batch (default: 100).
-      smoothing: Weight of the previous mean in the smoothed loss, from 0 to below 1.
+      smoothing: Weight of the previous mean in the smoothed loss, from 0 to below 1 (default: 0.9).
       diverges_at: Multiple of the lowest smoothed loss that ends the test (default: 4).
       seed: Seed of the order of the examples and of random layers (default: 0).
+
+    Returns:
+      The `LearningRates`, in every task. `suggestion` is the suggested rate.
 
     Raises:
       UsageError: The model is of another scope, its optimizer has several learning rates, or the

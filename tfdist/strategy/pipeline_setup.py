@@ -43,6 +43,9 @@ class PipelineOptions:
         again. ``compiled`` keeps them inside a single compiled call for all passes of a step.
       cut: Name of the last layer of each stage except the last stage, or ``auto`` to divide by
         measured times.
+
+    Raises:
+      UsageError: A value is not one of these.
     """
 
     split_size: int | str | None = None

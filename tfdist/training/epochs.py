@@ -24,6 +24,10 @@ class VirtualEpochs:
 
     Virtual epoch k ends exactly at example ``total_examples * (k + 1) // checkpoints``. If this
     boundary is inside a batch, the batch is cut there.
+
+    Args:
+      total_examples: examples of the whole run, at least 1.
+      checkpoints: number of virtual epochs, at most `total_examples` (default: 1).
     """
 
     total_examples: int

@@ -304,6 +304,14 @@ class StepLoop:
       max_staleness: same as in `tfdist.fit`.
       sharded_optimizers: unbuilt optimizers, each with its variables. They are built here, under
         multiworker in shards like `sharded_optimizer` of `tfdist.fit`.
+
+    Raises:
+      UsageError: The job is a pipeline or elastic, or the strategy cannot use the data.
+
+    Example::
+
+        loop = tfdist.StepLoop(step, (x, y), global_batch_size=64)
+        logs = loop.run(100)
     """
 
     @naming_a_lost_server()
