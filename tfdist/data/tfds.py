@@ -22,7 +22,7 @@ from tfdist.errors import TfdistError, UsageError, near, require, require_packag
 _log = logging.getLogger(__name__)
 
 
-def from_tfds(  # noqa: D417
+def from_tfds(
     name: str,
     split: str,
     *,
@@ -34,19 +34,13 @@ def from_tfds(  # noqa: D417
 ) -> Source:
     """Return a split of a TFDS dataset as a source of ``(x, y)``. Every task may call it.
 
-    Args:
-      name, split, data_dir: As in `tfds.load` ("mnist", "train[:90%]").
-      convert: Function that converts the dict of features to an example in graph operations
-        (default: the dataset's supervised pair).
-      transform: Transform of each batch, such as `tfdist.data.Compose` (default: none).
-      memory_limit_bytes: Size above which a split with TFRecord files is read by index (default:
-        1 GiB). Other splits are held in memory.
-      prepare_timeout_s: Seconds to wait while another process prepares the data (default: 3600).
-
-    Raises:
-      UsageError: The name is unknown, or the examples have no fixed shape.
-      TfdistError: The split is unknown.
-      StartupTimeout: Another process has not prepared the data in time.
+    `name`, `split` and `data_dir` are as in `tfds.load` ("mnist", "train[:90%]"). `convert`
+    converts the dict of features to an example in graph operations (default: the dataset's
+    supervised pair). `transform` changes each batch (default: none). If the split exceeds
+    `memory_limit_bytes` (default: 1 GiB) and has TFRecord files, it is read by index. Other splits
+    are held in memory. Raises `UsageError` for an unknown name or examples without a fixed shape,
+    `TfdistError` for an unknown split, and `StartupTimeout` after `prepare_timeout_s` (default:
+    3600) seconds of wait.
     """
     builder = prepare(name, data_dir=data_dir, timeout_s=prepare_timeout_s)
     # Files are read in sequence, so that the examples have the order of the files.

@@ -246,7 +246,8 @@ def find_batch_size(  # noqa: D417
 ) -> BatchSizes:
     """Return the largest batch size that fits into memory when `model` trains.
 
-    A collective: every training task makes the same call. Only the chief runs trials, on its host.
+    A collective: every training task makes the same call and gets the same `BatchSizes`. Only the
+    chief runs trials, on its host.
 
     Args:
       model: Compiled and built model. The child reads it from a ``.keras`` file, so the program's
@@ -257,9 +258,6 @@ def find_batch_size(  # noqa: D417
       steps: Steps of each trial (default: 3).
       use: Fraction of the free memory that the replicas may use (default: 0.9).
       timeout_s: Seconds for one trial (default: 600).
-
-    Returns:
-      The `BatchSizes`, in every task. `global_batch_size` is the batch size for `tfdist.fit`.
 
     Raises:
       UsageError: The model is not built, or a file cannot hold it.

@@ -35,6 +35,8 @@ _RETRY_S = 0.05
 class PipelineOptions:
     """Options that divide a model into stages and a batch into micro-batches.
 
+    Other values than these raise UsageError.
+
     Attributes:
       split_size: Maximum examples in a micro-batch. `None` makes four micro-batches per stage.
         ``auto`` tries a few sizes at the first step and uses the fastest.
@@ -43,9 +45,6 @@ class PipelineOptions:
         again. ``compiled`` keeps them inside a single compiled call for all passes of a step.
       cut: Name of the last layer of each stage except the last stage, or ``auto`` to divide by
         measured times.
-
-    Raises:
-      UsageError: A value is not one of these.
     """
 
     split_size: int | str | None = None

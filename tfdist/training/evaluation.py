@@ -42,7 +42,7 @@ _LOOK_EVERY_S = 0.5
 
 
 @by_own_method
-def evaluate(  # noqa: D417
+def evaluate(
     model: keras.Model,
     x: Any = None,
     y: Any = None,
@@ -56,15 +56,9 @@ def evaluate(  # noqa: D417
     """Evaluate a compiled model under every strategy, like `keras.Model.evaluate`.
 
     This is a collective: every training task must call it with the same arguments. All tasks get
-    the same metrics, as a list or a dict. Each example counts exactly once.
-
-    Args:
-      x, y, batch_size, verbose, sample_weight, steps, callbacks, return_dict: As in Keras.
-        `batch_size` is the global batch (default: 32).
-
-    Raises:
-      UsageError: The model is not compiled or of another scope, or the strategy cannot use the
-        data.
+    the same metrics, as a list or a dict. Each example counts exactly once. `batch_size` is the
+    global batch (default: 32). Raises UsageError if the model is not compiled, or of another scope,
+    or if the strategy cannot use the data.
     """
     job = building.job_for(model, doing="evaluate")
     building.require_compiled(model, doing="evaluate")
@@ -81,7 +75,7 @@ def evaluate(  # noqa: D417
 
 
 @by_own_method
-def predict(  # noqa: D417
+def predict(
     model: keras.Model,
     x: Any,
     batch_size: int | None = None,
@@ -93,13 +87,8 @@ def predict(  # noqa: D417
 
     Works like `keras.Model.predict`, under every strategy. This is a collective: every training
     task must call it with the same arguments. All tasks get the full arrays ``[examples, ...]``.
-
-    Args:
-      x, batch_size, verbose, steps, callbacks: As in Keras. `batch_size` is the global batch
-        (default: 32).
-
-    Raises:
-      UsageError: The model is of another scope, or the strategy cannot use the data.
+    `batch_size` is the global batch (default: 32). Raises UsageError if the model is of another
+    scope, or if the strategy cannot use the data.
     """
     job = building.job_for(model, doing="predict")
     length = _length(batch_size=batch_size, steps=steps)

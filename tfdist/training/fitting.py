@@ -291,7 +291,8 @@ class StepLoop:
     of `keras.losses`, and weights the gradient of any other loss at the gradient hook. Create and
     build models and optimizers inside ``strategy.scope()``. To build an optimizer, call
     ``optimizer.build(model.trainable_variables)``. Every training task creates a loop with the
-    same arguments and calls it equally often.
+    same arguments and calls it equally often. Example:
+    ``logs = tfdist.StepLoop(step, (x, y), global_batch_size=64).run(100)``.
 
     Args:
       step: step function.
@@ -306,12 +307,7 @@ class StepLoop:
         multiworker in shards like `sharded_optimizer` of `tfdist.fit`.
 
     Raises:
-      UsageError: The job is a pipeline or elastic, or the strategy cannot use the data.
-
-    Example::
-
-        loop = tfdist.StepLoop(step, (x, y), global_batch_size=64)
-        logs = loop.run(100)
+      UsageError: the job is a pipeline or elastic, or the strategy cannot use the data.
     """
 
     @naming_a_lost_server()
