@@ -83,9 +83,9 @@ def prepare(
     source = as_source(x, y, sample_weight=sample_weight)
     if _is_of_keras_hub(model) and getattr(model, "preprocessor", True) is not None:
         source = preprocessed(source, getattr(model, "preprocess_samples", None))
+    source = _checked_source(source, job=job, shuffle=shuffle)
     if isinstance(source, PyDatasetSource) and not length.once:
         source.on_epoch_end()  # as in Keras' fit, before its batches are counted
-    source = _checked_source(source, job=job, shuffle=shuffle)
     batch, examples = _sizes_of(source, length, job=job, seed=seed)
     _require_enough(batch, job)
     order = _order_of(examples, length, batch=batch, shuffle=shuffle)

@@ -152,7 +152,6 @@ class TrainLoop:
             if model.stop_training or (self.step == epochs.step_starts[epoch] and self._is_over()):
                 break
             logs = self._run_epoch(epoch, is_first=epoch == start)
-        self._plan.feed.end_pass(self.step)
         self._settle(logs)
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs.num_epochs:
             use_averages(model)
@@ -176,6 +175,7 @@ class TrainLoop:
             self._run_steps(steps)
         except StopRequested as request:
             self._stop(request.signum, at_epoch_begin=self.step == steps.start)
+        plan.feed.end_pass(self.step)  # before the hooks of the validation data draw numbers
         self._blocks.engine.publish_state(self._blocks.program)
         # If only the epoch's validation is left, use the saved logs of its training.
         kept = resume.logs_before_validation(plan.saved) if is_first else None
