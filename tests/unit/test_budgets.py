@@ -27,7 +27,7 @@ LINES = {
     "strategy": 3_285,
     "data": 2_670,
     "checkpoint": 2_785,
-    "training": 8_533,
+    "training": 8_534,
     "ps, pipeline": 4_903,
     "elastic": 1_701,
     "tuning": 2_972,

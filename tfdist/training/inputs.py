@@ -268,10 +268,11 @@ def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[i
             batch = -(-whole // steps)  # as in Keras
         return batch or _DEFAULT_BATCH_SIZE, whole
     if isinstance(source, InputFunctionSource) and (replicas := job.num_replicas) > 1:
+        # A step uses a batch for each replica.
         context = tf.distribute.InputContext(num_replicas_in_sync=replicas)
-        whole = StreamSource(source.dataset_for(context))  # a step uses a batch for each replica
-        batch = _size_of_first(whole, num_replicas=1) * replicas
-        batches = whole.num_batches and -(-whole.num_batches // replicas)
+        per_replica = StreamSource(source.dataset_for(context))
+        batch = _size_of_first(per_replica, num_replicas=1) * replicas
+        batches = per_replica.num_batches and -(-per_replica.num_batches // replicas)
     else:
         batch = _size_of_first(source, num_replicas=job.num_replicas)
         batches = getattr(source, "num_batches", None)
