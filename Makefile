@@ -175,7 +175,7 @@ recovery: setup  ## kill jobs beside torchrun, and write benchmarks/RECOVERY.md
 bench: setup  ## measure beside the peers, and write benchmarks/RESULTS.md
 	benchmarks/run.sh $(ARGS)
 
-soak: setup  ## record the memory of a job of each strategy for two hours, and write benchmarks/SOAK.md
+soak: setup  ## record the memory of four jobs for up to two hours, and write benchmarks/SOAK.md
 	$(CPU_ONLY) $(PY) -m benchmarks.soak $(ARGS)
 
 clean:  ## remove what the targets above made, runs excepted

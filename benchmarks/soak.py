@@ -1,9 +1,10 @@
-"""``python -m benchmarks.soak``: memory growth under each strategy, over hours.
+"""``python -m benchmarks.soak``: memory growth of four jobs, over hours.
 
-Runs one job of each strategy side by side (`soak_job`) and records the memory, threads and open
-files of each task and launcher in `soak.jsonl` every 30 s. At the end, also when it is interrupted,
-it writes `benchmarks/SOAK.md` and `docs/images/soak.png`; ``--report FILE`` writes them from the
-records, also during the soak. A job that ends is started again, and the page says so.
+Runs a job of single, mirrored, multiworker and ps side by side (`soak_job`) and records the memory,
+threads and open files of each task and launcher in `soak.jsonl` every 30 s. At the end, also when
+it is interrupted, it writes `benchmarks/SOAK.md` and `docs/images/soak.png`; ``--report FILE``
+writes them from the records, also during the soak. A job that ends is started again, and the page
+says so.
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ HEAD = """# Memory over hours
 
 Written by `python -m benchmarks.soak` (`make soak`); not by hand.
 
-One job of each strategy runs for {hours:.2f} hours, all side by side, and repeats the same round
-(`benchmarks/soak_job.py`): a fit with validation of a small model with Dropout and
-BatchNormalization, with `BackupAndRestore` every 75 steps and Keras callbacks, on arrays and on a
-`tf.data` stream in turn; then `evaluate` and `predict`. Ten fits of 2 epochs are followed by three
-of 30. The memory of each process is read every {every_s:g} s: the memory that it does not share
-(USS), so without TensorFlow's libraries.
+A job of single, mirrored, multiworker and ps runs, all side by side, for up to {hours:.2f} hours
+(column *hours*), and repeats the same round (`benchmarks/soak_job.py`): a fit with validation of a
+small model with Dropout and BatchNormalization, with `BackupAndRestore` every 75 steps and Keras
+callbacks, on arrays and on a `tf.data` stream in turn; then `evaluate` and `predict`. Ten fits of 2
+epochs are followed by three of 30. The memory of each process is read every {every_s:g} s: the
+memory that it does not share (USS), so without TensorFlow's libraries.
 
 ![Memory of each task over time](../docs/images/{picture})
 

@@ -36,7 +36,7 @@ class TfdistError(Exception):
 
 
 class UsageError(TfdistError, ValueError):
-    """A user's mistake, detected before any process starts or any file is overwritten.
+    """A user's mistake. Most are found before any process starts or any file is overwritten.
 
     `code` names the cause in a few words, such as ``"unknown-value"``, and stays stable. Tests and
     programs compare `where` and `code`. The message is for the reader: `problem` is a sentence

@@ -1,7 +1,7 @@
 """``python -m tfdist.serve DIR``: serve the models that `tfdist.export` has written.
 
 DIR has versions, or models that have versions. Clients of TensorFlow Serving work unchanged: REST
-at /v1/models/NAME:predict, gRPC by PredictionService and ModelService.
+at /v1/models/NAME:predict, and gRPC by PredictionService (Predict, GetModelMetadata).
 """
 
 from __future__ import annotations

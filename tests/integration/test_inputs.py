@@ -1,5 +1,8 @@
 """Every kind of data, on one device and several: the same examples, the same weights."""
 
+import contextlib
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
@@ -75,6 +78,11 @@ def build():
     return model
 
 
+def built(strategy):
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        return build()
+
+
 def train(strategy, *data, **fit):
     keras.utils.set_random_seed(1)
     with strategy.scope():
@@ -137,6 +145,19 @@ def test_a_function_of_input_context_trains_alike(strategies):
     assert difference(one, function) < 1e-6
     many, _ = train(strategies[2], input_function, epochs=2)
     assert many.optimizer.iterations.numpy() == 16
+
+
+def test_an_epoch_of_an_input_function_with_a_fixed_batch_is_one_pass(strategies):
+    def fixed(context):
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).take(48)
+        return data.shard(context.num_input_pipelines, context.input_pipeline_id).batch(4)
+
+    for replicas, steps in (1, 12), (2, 6), (3, 4):
+        model, _ = train(strategies[replicas], fixed)
+        assert model.optimizer.iterations.numpy() == steps
+        job, length = job_of(strategies[replicas]), inputs.Length()
+        plan = inputs.prepare(fixed, None, None, job=job, length=length, shuffle=True, seed=3).plan
+        assert (plan.global_batch_size, plan.example_starts[-1]) == (4 * replicas, 48)
 
 
 def read_by(strategy, x, *, class_weight=None, **length):
@@ -234,27 +255,82 @@ def test_rereading_a_stream_reports_progress(strategies, packed):
     assert 3 <= len(set(said[:41])) <= 4
 
 
+class Endless(Batches):
+    num_batches = None
+
+    def __getitem__(self, index):
+        return super().__getitem__(index % 7)
+
+
+class StopAfterTheEpoch(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "validates", "options"),
+    [
+        (Batches, True, {"epochs": 2}),
+        (Batches, False, {"steps_per_epoch": 3}),
+        (Endless, False, {"steps_per_epoch": 3, "epochs": 3}),
+    ],
+    ids=["validation", "steps", "endless"],
+)
+def test_pydataset_hooks_run_as_in_keras_in_fit(kind, validates, options, strategies):
+    found = []
+    for strategy in (None, strategies[2]):
+        data, validation = kind(), Batches()
+        given = {"validation_data": validation} if validates else {}
+        fit = partial(tfdist.fit, built(strategy)) if strategy else built(None).fit
+        for _ in range(2):
+            fit(data, verbose=0, **given, **options)
+        found.append((data.passes, validation.passes))
+    assert found[0] == found[1]
+
+
+def test_pydataset_hooks_run_as_in_keras_in_evaluate_and_predict(strategies):
+    found = []
+    for strategy, module in (None, keras.Model), (strategies[2], tfdist):
+        model, data = built(strategy), Batches()
+        module.evaluate(model, data, verbose=0)
+        module.evaluate(model, data, steps=2, verbose=0)
+        module.predict(model, data, verbose=0)
+        found.append(data.passes)
+    assert found[0] == found[1]
+
+
+def test_on_epoch_end_is_called_once_if_training_stops_after_an_epoch(strategies):
+    data = Batches()
+    train(strategies[1], data, epochs=9, callbacks=[StopAfterTheEpoch()])
+    assert data.passes[:3] == ["end", "begin", "end"]
+    assert data.passes.count("end") == 2  # the thread that reads ahead may have begun a pass
+
+
 def test_pydataset_hooks_run_between_passes_and_on_resume(strategies, tmp_path):
     def passes(**options):
         data = Batches()
         train(strategies[1], data, **options)
         return data.passes
 
-    assert passes(epochs=3) == ["begin", "end", "begin", "end", "begin"]
-    for epochs in (1, 2):  # the second one of the steps 3 to 5 of a pass of 7
+    assert passes(epochs=3) == ["end", *["begin", "end"] * 3]
+    run = ["end", "begin", "end"]
+    # The second run has the steps 3 to 5 of a pass of 7, and the third run has no step left.
+    for epochs, expected in (1, run), (2, run), (2, ["end"]):
         backups = [tfdist.BackupAndRestore(tmp_path)]
-        assert passes(epochs=epochs, steps_per_epoch=3, callbacks=backups) == ["begin"]
+        assert passes(epochs=epochs, steps_per_epoch=3, callbacks=backups) == expected
 
 
 def test_a_pydataset_that_changes_its_length_is_refused(strategies):
     class Longer(Batches):
         def on_epoch_end(self):
-            self.size = 4
+            self.size = max(4, self.size - 2)
 
     train(strategies[1], Longer(), epochs=1)
     told = refusal(lambda: train(strategies[1], Longer(), epochs=2))
     assert told.code == "shapes-differ"
-    assert told.problem == "on_epoch_end changes the number of batches from 7 to 13"
+    assert told.problem == "the number of batches changes from 9 to 13 within a run"
+    told = refusal(lambda: train(strategies[1], X, Y, validation_data=Longer()))
+    assert told.code == "shapes-differ"
 
 
 def test_steps_of_an_epoch_continue_across_passes(strategies):

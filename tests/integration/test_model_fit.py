@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import os
+import types
 
 import keras
 import numpy as np
@@ -18,7 +19,7 @@ from tests.refusals import refusal, refused
 from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig, read_environment
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
-from tfdist.training import kept, metrics_file, routing
+from tfdist.training import kept, loop, metrics_file, routing
 from tfdist.training.engines import SynchronousEngine
 from tfdist.training.keras_compat.trace import warn_once
 
@@ -371,6 +372,22 @@ def test_a_fit_per_epoch_continues_the_step_numbers(strategies, monkeypatch, tmp
     # The program starts again, and resumes no fit.
     in_run_dir(strategies, monkeypatch, tmp_path / "run").fit(X, Y, batch_size=20, verbose=0)
     assert steps_of(tmp_path / "run") == [2]
+
+
+def test_a_run_cut_by_max_time_has_one_line_for_each_epoch(strategies, monkeypatch, tmp_path):
+    clock = types.SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: clock.now_s))
+
+    class Ticking(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            clock.now_s += 1
+
+    for max_time, steps in (2.5, [3]), (6.5, [4, 7]), (None, [4, 8]):  # an epoch has 4 steps
+        model = in_run_dir(strategies, monkeypatch, tmp_path / "run")
+        callbacks = [tfdist.BackupAndRestore(tmp_path / "backup"), Ticking()]
+        options = {"epochs": 2, "max_time": max_time, "callbacks": callbacks}
+        tfdist.fit(model, X, Y, batch_size=10, verbose=0, seed=1, **options)
+        assert steps_of(tmp_path / "run") == steps
 
 
 def test_a_custom_metrics_callback_replaces_the_default_writer(strategies, monkeypatch, tmp_path):

@@ -302,6 +302,29 @@ def test_settings_that_no_variable_shows_are_compared():
         assert re.search(named, told.problem)
 
 
+def test_other_loss_weights_are_refused_and_nan_equals_nan():
+    def described(weights, value=float("nan")):
+        inputs = keras.Input((4, 1))
+        x = keras.layers.Masking(mask_value=value)(inputs)
+        outputs = [keras.layers.Dense(1, name=name)(x) for name in "ab"]
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", ["mse", "mse"], loss_weights=weights)
+        return json.loads(json.dumps(model_state.configuration_of(model)))
+
+    def compare(saved, mine):
+        model_state.require_same_configuration(saved, mine, where="here")
+
+    mine = described([1.0, 2.0])
+    compare(mine, described([1.0, 2.0]))
+    compare({name: group for name, group in mine.items() if name != "compile"}, mine)
+    for other, named in (
+        (described([1.0, 9.0]), "loss_weights [1.0, 2.0] -> [1.0, 9.0]"),
+        (described(None), "loss_weights [1.0, 2.0] -> "),
+        (described([1.0, 2.0], value=0.0), "mask_value nan -> 0.0"),
+    ):
+        assert named in refusal(lambda other=other: compare(mine, other)).problem
+
+
 def test_exact_refuses_another_number_of_replicas_or_threads(
     strategies, tmp_path, monkeypatch, caplog
 ):

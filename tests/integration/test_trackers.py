@@ -6,6 +6,7 @@ import logging
 import os
 import struct
 import sys
+import types
 
 import keras
 import numpy as np
@@ -17,7 +18,7 @@ from tests.fake_trackers import steps_in_events
 from tests.models import noted_ranges
 from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig, read_environment
 from tfdist.strategy import Job, job
-from tfdist.training import trackers
+from tfdist.training import loop, trackers
 from tfdist.training.callbacks import wants_every_batch
 
 pytestmark = pytest.mark.slow
@@ -112,6 +113,22 @@ def killed_and_gone_on(blocks, attempt):
     blocks.clear()
     attempt()
     return ends + [last for _, last in blocks if last > ends[-1]]
+
+
+def test_a_tracker_logs_an_epoch_cut_by_max_time_once_it_is_whole(
+    strategies, board, told, tmp_path, monkeypatch
+):
+    clock = types.SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(monotonic=lambda: clock.now_s))
+
+    class Ticking(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            clock.now_s += 1
+
+    for max_time, epochs in (STEPS + 1.5, [0]), (None, [0, 1, 2]):
+        callbacks = [board(), tfdist.BackupAndRestore(tmp_path), Ticking()]
+        train(strategies[1], callbacks, max_time=max_time)
+        assert epochs_in(told) == epochs
 
 
 def multiples_of_5(ends):

@@ -19,7 +19,7 @@ REFUSED = {
     "arrays permuted in each process": "examples at the same indices",
     "a PyDataset shuffled in each process": "batches of step 0",
 }
-OF_THEIR_OWN = "weights", "predicted"
+OF_THEIR_OWN = "weights", "predicted", "hooks"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def job(tmp_path_factory):
 
 def test_each_example_is_seen_once_by_the_workers_together(job):
     found = job[0][0].keys() - REFUSED.keys() - {*OF_THEIR_OWN}
-    assert len(found) == 5
+    assert len(found) == 6
     for case in found:
         counts = np.sum([worker[case]["counts"] for worker in job[0]], 0)
         np.testing.assert_array_equal(counts, 1, case)
@@ -54,6 +54,10 @@ def test_weights_set_only_in_the_chief_are_refused(job):
         (line,) = {worker["weights"][call] for worker in job[0]}
         assert line.startswith("weights: ")
         assert "only/kernel has different sums in the tasks: " in line
+
+
+def test_each_worker_calls_the_hooks_of_a_pydataset_as_keras_does(job):
+    assert [worker["hooks"] for worker in job[0]] == [["end", "begin", "end"]] * 2
 
 
 def test_random_inputs_of_a_pydataset_warn(job):

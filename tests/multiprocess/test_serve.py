@@ -262,6 +262,10 @@ def test_both_protocols_answer(shared):
         call(channel)
         health = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert health(b"", timeout=DEADLINE_S) == b"\x08\x01"
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        with pytest.raises(grpc.RpcError) as error:  # endless streams would fill the queue
+            next(watch(b"", timeout=DEADLINE_S))
+        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
         for name in ("x", "ü" * 2000):  # which has 12,000 bytes in a trailer
             with pytest.raises(grpc.RpcError) as error:
                 call(channel, in_field_1(name.encode()))

@@ -91,6 +91,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         value is also kept.
       mode: "min" or "max", the better direction. "auto" (default) derives it from the name.
       exact: Reject a resume that cannot be bit-identical (see the guide on checkpoints).
+      clock: Function that returns seconds, for tests (default: `time.monotonic`).
 
     Raises:
       UsageError: An interval is not positive. The checkpoint has another model, data, batch size,

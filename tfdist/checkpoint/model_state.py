@@ -140,6 +140,8 @@ def names_of(model: keras.Model) -> dict[str, list[Any]]:
 def configuration_of(model: keras.Model) -> dict[str, list[Settings]]:
     """Return settings of the optimizers (outermost first), layers and losses, as JSON."""
     loss = getattr(model, "loss", None)
+    weights = getattr(getattr(model, "_compile_loss", None), "_user_loss_weights", None)
+    by_loss = _relevant({"loss_weights": keras.tree.flatten(weights)})
     losses = keras.tree.flatten(loss) if isinstance(loss, list | tuple | dict) else [loss]
     return {
         "optimizer": [_settings(optimizer) for optimizer in _optimizers(model.optimizer)],
@@ -148,6 +150,7 @@ def configuration_of(model: keras.Model) -> dict[str, list[Settings]]:
             for layer in model._flatten_layers(include_self=False, recursive=True)
         ],
         "loss": [_settings(each) for each in losses],
+        "compile": [{"class": "compile", **by_loss}],
     }
 
 
@@ -308,7 +311,7 @@ def _differences(
     saved: Mapping[str, Sequence[Settings]], mine: dict[str, list[Settings]]
 ) -> Iterator[str]:
     for group, now in mine.items():
-        before = saved.get(group, [])
+        before = saved.get(group, now if group == "compile" else [])  # older checkpoints lack it
         if len(before) != len(now):
             yield f"{len(before)} {group}s -> {len(now)}"
             continue
@@ -317,8 +320,9 @@ def _differences(
                 yield f"{group} {i} {old['class']} -> {new['class']}"
                 continue
             for key in sorted({*old, *new}):
-                if old.get(key) != new.get(key):
-                    yield f"{group} {i} ({new['class']}) {key} {old.get(key)} -> {new.get(key)}"
+                one, other = old.get(key), new.get(key)
+                if one != other and json.dumps(one) != json.dumps(other):  # as text, NaN equals NaN
+                    yield f"{group} {i} ({new['class']}) {key} {one} -> {other}"
 
 
 def _optimizers(optimizer: Any) -> Iterator[Any]:

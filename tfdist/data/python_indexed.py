@@ -118,21 +118,20 @@ class PyDatasetSource(Source):
                     _require_type(leaf, _numpy_dtype(spec), where=where)
         return batch
 
-    def on_epoch_begin(self) -> None:
-        """Call `on_epoch_begin` of the user's dataset."""
-        self._dataset.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        """Call `on_epoch_end` of the user's dataset. Raise UsageError if its length changes."""
-        before = self.num_batches
-        self._dataset.on_epoch_end()
+    def on_epoch_begin(self, num_batches: int | None) -> None:
+        """Call `on_epoch_begin` of the user's dataset, if it still has `num_batches` batches."""
         require(
-            self.num_batches == before,
+            self.num_batches == num_batches,
             type(self._dataset).__name__,
-            f"on_epoch_end changes the number of batches from {before} to {self.num_batches}",
+            f"the number of batches changes from {num_batches} to {self.num_batches} within a run",
             fix="keep the number of batches, or call fit once for each number",
             code="shapes-differ",
         )
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Call `on_epoch_end` of the user's dataset."""
+        self._dataset.on_epoch_end()
 
 
 def _without_lists(nest: Any) -> Any:

@@ -34,11 +34,13 @@ def from_tfds(
 ) -> Source:
     """Return a split of a TFDS dataset as a source of ``(x, y)``. Every task may call it.
 
-    `name` and `split` are as in `tfds.load` ("mnist", "train[:90%]"). `convert` converts the dict
-    of features to an example in graph operations (default: the dataset's supervised pair). If the
-    split exceeds `memory_limit_bytes` and has TFRecord files, it is read by index. Other splits are
-    held in memory. Raises `UsageError` for an unknown name or examples without a fixed shape,
-    `TfdistError` for an unknown split, `StartupTimeout` after `prepare_timeout_s` seconds of wait.
+    `name`, `split` and `data_dir` are as in `tfds.load` ("mnist", "train[:90%]"). `convert`
+    converts the dict of features to an example in graph operations (default: the dataset's
+    supervised pair). `transform` changes each batch (default: none). If the split exceeds
+    `memory_limit_bytes` (default: 1 GiB) and has TFRecord files, it is read by index. Other splits
+    are held in memory. Raises `UsageError` for an unknown name or examples without a fixed shape,
+    `TfdistError` for an unknown split, and `StartupTimeout` after `prepare_timeout_s` (default:
+    3600) seconds of wait.
     """
     builder = prepare(name, data_dir=data_dir, timeout_s=prepare_timeout_s)
     # Files are read in sequence, so that the examples have the order of the files.

@@ -243,7 +243,8 @@ def find_batch_size(  # noqa: D417
 ) -> BatchSizes:
     """Return the largest batch size that fits into memory when `model` trains.
 
-    A collective: every training task makes the same call. Only the chief runs trials, on its host.
+    A collective: every training task makes the same call and gets the same `BatchSizes`. Only the
+    chief runs trials, on its host.
 
     Args:
       model: Compiled and built model. The child reads it from a ``.keras`` file, so the program's

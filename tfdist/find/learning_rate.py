@@ -47,13 +47,14 @@ def find_learning_rate(  # noqa: D417, PLR0913
 
     The rate grows with each step, as in Smith (2017, https://arxiv.org/abs/1506.01186). Afterwards
     weights, optimizer, learning rate and metrics are restored bit by bit, also after an error or a
-    signal. A collective: every training task makes the same call (under ps only the chief runs).
+    signal. A collective: every training task makes the same call and gets the same `LearningRates`
+    (under ps only the chief runs).
 
     Args:
       x, y, batch_size, sample_weight: Data as in `tfdist.fit`. `batch_size` is the global batch.
       lowest, highest: First and last rate (default: 1e-7 and 10).
       steps: Number of rates to try, each for one batch (default: 100).
-      smoothing: Weight of the previous mean in the smoothed loss, from 0 to below 1.
+      smoothing: Weight of the previous mean in the smoothed loss, from 0 to below 1 (default: 0.9).
       diverges_at: Multiple of the lowest smoothed loss that ends the test (default: 4).
       seed: Seed of the order of the examples and of random layers (default: 0).
 

@@ -31,7 +31,7 @@ from typing import Any, cast
 import grpc
 import httptools
 import uvicorn
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -533,7 +533,14 @@ async def _grpc_server(front: Front, address: str) -> grpc.aio.Server:
         maximum_concurrent_rpcs=2 * options.requests,
     )
     server.add_generic_rpc_handlers((front.grpc_service(),))
-    health_pb2_grpc.add_HealthServicer_to_server(front.health, server)
+    check = grpc.unary_unary_rpc_method_handler(
+        front.health.Check,
+        request_deserializer=health_pb2.HealthCheckRequest.FromString,
+        response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+    )
+    # Watch is left out: its streams stay open and count as requests.
+    methods = grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check})
+    server.add_generic_rpc_handlers((methods,))
     if options.certificate:
         pair = (Path(options.key).read_bytes(), Path(options.certificate).read_bytes())
         server.add_secure_port(address, grpc.ssl_server_credentials([pair]))

@@ -52,8 +52,9 @@ def is_chief() -> bool:
 def on_chief(callback: keras.callbacks.Callback) -> keras.callbacks.Callback:
     """Return `callback` in the chief, and an empty callback in every other task.
 
-    Use it for a callback that writes files. The callback must not run collectives: evaluate,
-    predict, or read a metric.
+    In an elastic job, return `callback` in every task, and only the chief calls it. Use it for a
+    callback that writes files. The callback must not run collectives: evaluate, predict, or read a
+    metric.
     """
     job = current_job()
     if job is not None and isinstance(job.ring, Members):

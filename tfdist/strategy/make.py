@@ -65,7 +65,8 @@ def make_strategy(  # noqa: PLR0913
     Args:
       strategy: ``single``, ``mirrored``, ``multiworker``, ``elastic``, ``ps``, ``pipeline`` or
         ``auto`` (default): TF_CONFIG decides. Without TF_CONFIG, all GPUs or one CPU.
-      devices_per_worker: Replicas on this machine (default: TF_CONFIG, else all GPUs).
+      devices_per_worker: Replicas on this machine (default: TF_CONFIG, else all GPUs, or under
+        mirrored without GPUs one logical CPU for each core).
       threads: Threads of an operation (default: TF_CONFIG), unless TF_NUM_INTRAOP_THREADS is set.
       startup_timeout_s: Seconds to wait for peers before raising (default: TF_CONFIG, else 60).
       min_workers: Workers that a ps job needs to start after `startup_timeout_s` (default:

@@ -35,6 +35,8 @@ _RETRY_S = 0.05
 class PipelineOptions:
     """Options that divide a model into stages and a batch into micro-batches.
 
+    Other values than these raise UsageError.
+
     Attributes:
       split_size: Maximum examples in a micro-batch. `None` makes four micro-batches per stage.
         ``auto`` tries a few sizes at the first step and uses the fastest.

@@ -6,7 +6,8 @@ callback that needs every batch forces blocks of one step, which are slower. A t
 set class attributes. ``once_a_range = True``: its hooks need only the last batch of a block.
 ``chief_only = True``: it runs only on the chief. ``wants_block_logs = True``: it reads the logs of
 blocks. Its method ``next_step(step)`` returns the next step after `step` at which a block must end,
-or `None`. The engine calls ``resumed_at(step)`` with the first step of a resumed run.
+or `None`. The engine calls ``resumed_at(step)`` with the first step of a resumed run, and
+``interrupted()`` before the end of an epoch that the next run repeats.
 """
 
 from __future__ import annotations

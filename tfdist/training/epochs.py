@@ -16,7 +16,7 @@ from tfdist.errors import UsageError, require_int
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VirtualEpochs:
-    """Training length in examples, divided into `checkpoints` parts of equal size.
+    """Training of `total_examples`, divided into `checkpoints` (default: 1) parts of equal size.
 
     This follows the design pattern by Lakshmanan, Robinson and Munn ("Machine Learning Design
     Patterns", 2020, chapter 4, Checkpoints). The numbers of examples and checkpoints define a run.

@@ -21,6 +21,7 @@ from tfdist import phases
 from tfdist.checkpoint.backup import BackupAndRestore, best_so_far, less_is_better, save_whole
 from tfdist.checkpoint.store import Checkpoint
 from tfdist.checkpoint.warm_start import set_weights
+from tfdist.data.python_indexed import PyDatasetSource
 from tfdist.errors import EXIT_OK, Stopped, require, require_int
 from tfdist.outputs.run_directory import Evaluations
 from tfdist.outputs.scalars import ScalarWriter
@@ -55,7 +56,9 @@ def evaluate(
     """Evaluate a compiled model under every strategy, like `keras.Model.evaluate`.
 
     This is a collective: every training task must call it with the same arguments. All tasks get
-    the same metrics, as a list or a dict. Each example counts exactly once.
+    the same metrics, as a list or a dict. Each example counts exactly once. `batch_size` is the
+    global batch (default: 32). Raises UsageError if the model is not compiled, or of another scope,
+    or if the strategy cannot use the data.
     """
     job = building.job_for(model, doing="evaluate")
     building.require_compiled(model, doing="evaluate")
@@ -84,6 +87,8 @@ def predict(
 
     Works like `keras.Model.predict`, under every strategy. This is a collective: every training
     task must call it with the same arguments. All tasks get the full arrays ``[examples, ...]``.
+    `batch_size` is the global batch (default: 32). Raises UsageError if the model is of another
+    scope, or if the strategy cannot use the data.
     """
     job = building.job_for(model, doing="predict")
     length = _length(batch_size=batch_size, steps=steps)
@@ -115,6 +120,7 @@ def predict(
                 first = step // every * every
                 outputs = _joined(batches[first:])
                 listed.on_predict_batch_end(first + every - 1, {"outputs": outputs})
+        feed.end_pass(len(batches))
     listed.on_predict_end()
     return _joined(batches)
 
@@ -165,6 +171,8 @@ class Evaluation:
         model.stop_evaluating = False
         with phases.entered("validate"):
             with phases.entered("callback"):
+                if isinstance(self.feed.source, PyDatasetSource):
+                    self.feed.source.on_epoch_end()  # as Keras does before each evaluation
                 callbacks.on_test_begin()
             by_batch = _goes_by_batch(
                 blocks.job, callbacks, mode="test", stop=model.stop_evaluating
@@ -190,6 +198,7 @@ class Evaluation:
                 first = last
             result = blocks.metrics(blocks.logs)
             with phases.entered("callback"):
+                self.feed.end_pass(first)
                 callbacks.on_test_end(result)
         return result
 

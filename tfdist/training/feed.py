@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -181,13 +182,16 @@ class Feed(abc.ABC):
     def iterator(self, step: int) -> Any:
         """Return the iterator positioned at `step`, a new iterator after a jump between steps."""
         if self._next_step != step:
-            self._iterator = iter(self.dataset(step, self.plan.total_steps))
             self._next_step = step
+            self._iterator = iter(self.dataset(step, self.plan.total_steps))
         return self._iterator
 
     def advanced_to(self, step: int) -> None:
         """Record that the iterator's next element belongs to `step`."""
         self._next_step = step
+
+    def end_pass(self, step: int) -> None:  # noqa: B027, as other data have no hooks
+        """Call `on_epoch_end` of a PyDataset if a pass or the run ends at `step`, as Keras does."""
 
     def take_seed_from_a_variable(self) -> None:
         """Store the seed in a variable of the compiled step, so that the next `fit` can set it."""
@@ -393,14 +397,31 @@ class BatchFeed(PythonFeed):
         super().__init__(source, plan, **options)
         self.may_be_empty = True
         self._threads = source.workers
-        self._batches = self.order.batches or source.num_batches
+        self._length = source.num_batches
+        self._batches = self.order.batches or self._length
+        self._ended_at: int | None = None
+        self._lock = threading.Lock()
+
+    def end_pass(self, step: int) -> None:
+        """As in `Feed`, unless the thread that reads ahead has already called the hook."""
+        with self._lock:
+            if self._ended_at is not None and self._ended_at < step and self._ends(step):
+                self._ended_at = step
+                self.source.on_epoch_end()
+
+    def _ends(self, step: int) -> bool:
+        """Return whether a pass or the run ends at `step`. An epoch is a pass of endless data."""
+        by_pass = step % self._batches == 0 if self._batches else step in self.plan.step_starts
+        return by_pass or step == self.plan.total_steps
 
     def _hooks_before(self, step: int, *, is_first: bool) -> Sequence[Callable[[], None]]:
         """As in `PythonFeed`. A run that starts within a pass also calls `on_epoch_begin`."""
-        begins = self._batches is not None and step % self._batches == 0
-        if step and begins:
-            return self.source.on_epoch_end, self.source.on_epoch_begin
-        return (self.source.on_epoch_begin,) if begins or is_first else ()
+        begin = partial(self.source.on_epoch_begin, self._length)
+        if self._next_step < 0 or not (is_first or self._ends(step)):  # `first_batch` has no hooks
+            return ()
+        if is_first:
+            self._ended_at = step
+        return (begin,) if is_first else (partial(self.end_pass, step), begin)
 
     def _batch(self, step: int) -> tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]:
         batches, index, passes = self._batches, step, 0

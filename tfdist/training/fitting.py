@@ -287,7 +287,8 @@ class StepLoop:
     of `keras.losses`, and weights the gradient of any other loss at the gradient hook. Create and
     build models and optimizers inside ``strategy.scope()``. To build an optimizer, call
     ``optimizer.build(model.trainable_variables)``. Every training task creates a loop with the
-    same arguments and calls it equally often.
+    same arguments and calls it equally often. Example:
+    ``logs = tfdist.StepLoop(step, (x, y), global_batch_size=64).run(100)``.
 
     Args:
       step: step function.
@@ -300,6 +301,9 @@ class StepLoop:
       max_staleness: same as in `tfdist.fit`.
       sharded_optimizers: unbuilt optimizers, each with its variables. They are built here, under
         multiworker in shards like `sharded_optimizer` of `tfdist.fit`.
+
+    Raises:
+      UsageError: the job is a pipeline or elastic, or the strategy cannot use the data.
     """
 
     @naming_a_lost_server()

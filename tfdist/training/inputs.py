@@ -84,6 +84,8 @@ def prepare(
     if _is_of_keras_hub(model) and getattr(model, "preprocessor", True) is not None:
         source = preprocessed(source, getattr(model, "preprocess_samples", None))
     source = _checked_source(source, job=job, shuffle=shuffle)
+    if isinstance(source, PyDatasetSource) and not length.once:
+        source.on_epoch_end()  # as in Keras' fit, before its batches are counted
     batch, examples = _sizes_of(source, length, job=job, seed=seed)
     order = _order_of(examples, length, batch=batch, shuffle=shuffle)
     plan = _plan(length, batch=batch, examples=order.examples)
@@ -253,8 +255,15 @@ def _sizes_of(source: Source, length: Length, *, job: Job, seed: int) -> tuple[i
         if batch is None and steps and whole and steps <= whole:
             batch = -(-whole // steps)  # as in Keras
         return batch or _DEFAULT_BATCH_SIZE, whole
-    batch = _size_of_first(source, num_replicas=job.num_replicas)
-    batches = getattr(source, "num_batches", None)
+    if isinstance(source, InputFunctionSource) and (replicas := job.num_replicas) > 1:
+        # A step uses a batch for each replica.
+        context = tf.distribute.InputContext(num_replicas_in_sync=replicas)
+        per_replica = StreamSource(source.dataset_for(context))
+        batch = _size_of_first(per_replica, num_replicas=1) * replicas
+        batches = per_replica.num_batches and -(-per_replica.num_batches // replicas)
+    else:
+        batch = _size_of_first(source, num_replicas=job.num_replicas)
+        batches = getattr(source, "num_batches", None)
     if batches is None and isinstance(source, StreamSource) and not source.is_endless:
         batches = _counted(source, length, job=job, seed=seed)
     if not isinstance(source, InputFunctionSource):  # the number may differ by task

@@ -175,6 +175,7 @@ class TrainLoop:
             self._run_steps(steps)
         except StopRequested as request:
             self._stop(request.signum, at_epoch_begin=self.step == steps.start)
+        plan.feed.end_pass(self.step)  # before the hooks of the validation data draw numbers
         self._blocks.engine.publish_state(self._blocks.program)
         # If only the epoch's validation is left, use the saved logs of its training.
         kept = resume.logs_before_validation(plan.saved) if is_first else None
@@ -231,6 +232,9 @@ class TrainLoop:
         self._is_time_over = any_task(self._job, mine, of="the time limit")
         if self._is_time_over and self._job.is_chief:
             _LOG.warning(_TIME_IS_OVER, self._seconds(), self.step)
+            for callback in self._callbacks.callbacks if self._plan.backups else ():
+                if hasattr(callback, "interrupted"):
+                    callback.interrupted()
         return self._is_time_over
 
     def _decide(self, epoch_end: int) -> Decision:

@@ -103,8 +103,8 @@ class MetricsFile(keras.callbacks.Callback):
         self._change(lambda: self._append(epoch, logs or {}))
 
     def _append(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        if not self._ranges:  # only validation was left, and its line may exist already
-            self._keep_until(self.step - 1)
+        if len(self._ranges) == len(self._epoch_ranges):  # the first epoch may have a line already
+            self._keep_until(self._plan.step_starts[epoch])
         self._directory.path.mkdir(parents=True, exist_ok=True)  # another host than the launcher's
         job = current_job()
         workers = engine_class(job).worker_steps(job) if job is not None else {}

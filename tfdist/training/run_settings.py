@@ -49,8 +49,8 @@ class Run(keras.callbacks.Callback):
       max_time: time after which training stops at a step block: seconds, "DD:HH:MM:SS", a
         `datetime.timedelta`, or a dict of its arguments (default: None, no limit). A resumed
         run adds the time before its checkpoint. To continue a run, raise `max_time`.
-      fused_kernels: True to compute normalization, GELU, attention and `EinsumDense` in training
-        steps with one or a few kernels each. Rounding differs. See the guide on training.
+      fused_kernels: True to compute normalization, GELU, attention, `Dense` and `EinsumDense` in
+        training steps with fewer kernels. Rounding differs. See the guide on training.
     """
 
     virtual_epochs: VirtualEpochs | None = None

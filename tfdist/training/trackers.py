@@ -69,7 +69,7 @@ class Tracker(keras.callbacks.Callback):
         self.step = 0
         self._first_batch = 0
         self._epoch = 0
-        self._is_broken = self._is_resumed = False
+        self._is_broken = self._is_resumed = self._is_interrupted = False
         self._journal: Path | None = None
         self._logged = {"step": 0, "epoch": -1}
 
@@ -119,6 +119,10 @@ class Tracker(keras.callbacks.Callback):
         """Set the step counter to the first step of the resumed run."""
         self.step = step
 
+    def interrupted(self) -> None:
+        """Leave out the end of the current epoch: the next run repeats it."""
+        self._is_interrupted = True
+
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         self._call("set_model", model)
@@ -147,7 +151,7 @@ class Tracker(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Log an epoch unless the run already has it."""
-        if epoch > self._logged["epoch"]:
+        if epoch > self._logged["epoch"] and not self._is_interrupted:
             self._call("on_epoch_end", epoch, logs)
             self._note(epoch=epoch)
 
@@ -156,7 +160,7 @@ class Tracker(keras.callbacks.Callback):
 
     def on_test_end(self, logs: Any = None) -> None:
         """Log a validation unless the run already has its epoch."""
-        if self._epoch > self._logged["epoch"]:
+        if self._epoch > self._logged["epoch"] and not self._is_interrupted:
             self._call("on_test_end", logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:

@@ -116,6 +116,20 @@ class Batches(keras.utils.PyDataset):
         return ids + self.noise * fresh().normal(size=ids.shape).astype("float32"), ids
 
 
+HOOKS = []
+
+
+class Reshuffled(Batches):
+    """Batches that `on_epoch_end` shuffles, with the numbers that all workers draw alike."""
+
+    def on_epoch_begin(self):
+        HOOKS.append("begin")
+
+    def on_epoch_end(self):
+        HOOKS.append("end")
+        np.random.shuffle(self.ids)
+
+
 def permuted():
     order = fresh().permutation(EXAMPLES)
     return {"x": IDS[order][:, None].astype("float32"), "y": IDS[order][:, None]}
@@ -131,6 +145,7 @@ CASES = {
     "a PyDataset shuffled in each process": lambda: {
         "x": Batches(fresh().permutation(EXAMPLES), 0)
     },
+    "a PyDataset shuffled in on_epoch_end": lambda: {"x": Reshuffled(IDS.copy(), 0)},
     "a PyDataset with random inputs": lambda: {"x": Batches(IDS, 1)},
 }
 
@@ -188,6 +203,7 @@ def main():
     with strategy.scope():
         identity = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
     stream = numbered(IDS).shuffle(EXAMPLES).batch(BATCH)
+    found["hooks"] = HOOKS
     found["weights"] = weights_of_the_chief(strategy)
     found["predicted"] = tfdist.predict(identity, stream, verbose=0)[:, 0].tolist()
     index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
