@@ -115,6 +115,21 @@ def test_a_cut_or_extended_run_has_the_same_bits(strategies, tmp_path):
         assert json.dumps(history.history) == json.dumps(expected.history)
 
 
+def test_a_run_resumes_from_the_backup_with_the_largest_step(strategies, tmp_path, caplog):
+    """The local directory is lost with its machine. Twelve steps are an epoch."""
+    local, durable = tmp_path / "local", tmp_path / "durable"
+    whole, resumed = make(strategies[1]), make(strategies[1])
+    fit(whole, tmp_path / "whole")
+    with pytest.raises(Cut):
+        fit(make(strategies[1]), local, [AtStep(31), tfdist.BackupAndRestore(durable)])
+    shutil.rmtree(local)
+    fit(resumed, local, [tfdist.BackupAndRestore(durable)])
+    assert f"resumes at step 24 (epoch 3) from {durable}" in caplog.text
+    assert bits(resumed) == bits(whole)
+    assert CheckpointStore(durable).steps() == [24, 36, 48]
+    assert CheckpointStore(local).steps() == [40, 44, 48]
+
+
 class Adversaries(keras.Model):
     """Two models with an optimizer each, as in Keras' guide to such networks."""
 
@@ -624,4 +639,4 @@ def test_a_later_attempt_waits_for_the_earlier_one(tmp_path, monkeypatch):
         saved_run(2, timeout_s=0.01)
     assert late.value.exit_code == EXIT_PEER_MISSING
     monkeypatch.setattr("tfdist.training.resume.time.sleep", lambda _: before.close())
-    assert saved_run(2) is None
+    assert saved_run(2) == (None, 0)

@@ -142,7 +142,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     backups = [callback for callback in flat if isinstance(callback, BackupAndRestore)]
     observers = [callback for callback in flat if isinstance(callback, RunObserver)]
     publish_from(backups, flat)
-    saved = resume.saved_run(backups, job)
+    saved, source = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
     key: Callable[[], Any] | None = None
     # Only in one process: ps workers would fetch the seed from the chief, and peers would have to
@@ -200,6 +200,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
         verbose=verbose,
         backups=backups,
         saved=saved,
+        source=source,
         run=run,
         observers=observers,
     )
