@@ -33,7 +33,7 @@ from tfdist.errors import (
     require_number,
     require_one_of,
 )
-from tfdist.files import one_line_errors, replacing
+from tfdist.files import move_aside, one_line_errors, replacing
 from tfdist.renamed import without_renamed
 from tfdist.strategy import Job, broadcast, is_chief, run_dir
 from tfdist.strategy.devices import threads_of_an_operation
@@ -219,14 +219,18 @@ class BackupAndRestore(keras.callbacks.Callback):
     def saved(self) -> RunState | None:
         """Return the run's progress in the newest checkpoint, or `None` (chief only).
 
-        If all checkpoints are damaged, log a warning and return `None`: the run starts from step 0.
+        If all checkpoints are damaged, move them aside with a warning and return `None`.
         """
-        if self.store.newest_name() is None:
+        names = self.store.names()
+        if not names:
             return None
         try:
             checkpoint = self.store.read()
         except NothingWhole as error:
-            _LOG.warning("%s; starting the run from step 0", error)
+            with one_line_errors(self.store.directory):
+                aside = move_aside(self.store.directory, names)
+            text = "%s; moved to %s. Without another backup, the run starts at step 0"
+            _LOG.warning(text, error, aside)
             return None
         self._found_step = checkpoint.step
         self.found_states = checkpoint.meta["callbacks"]
