@@ -629,6 +629,21 @@ def test_a_later_attempt_waits_for_the_earlier_one(tmp_path, monkeypatch):
     def saved_run(attempt, *, timeout_s=60.0):
         options = JobOptions(attempt=attempt, startup_timeout_s=timeout_s)
         cluster = ClusterSpec(worker=("127.0.0.1:1",))
+def test_weights_that_became_nan_before_the_loss_are_not_saved(strategies, tmp_path, caplog):
+    """The gradient of a root is NaN at 0, in the sixth step."""
+    with strategies[1].scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False),
+                                  keras.layers.Lambda(lambda x: keras.ops.sqrt(abs(x)))])  # fmt: skip
+        model.compile("sgd", "mse")
+    x, y = np.ones((2, 10, 1), "float32")
+    x[5] = 0
+    backup = tfdist.BackupAndRestore(tmp_path, save_freq=2)
+    stop = keras.callbacks.TerminateOnNaN()
+    tfdist.fit(model, x, y, batch_size=1, shuffle=False, verbose=0, callbacks=[stop, backup])
+    assert CheckpointStore(tmp_path).latest() == 4
+    assert "a trainable weight is not finite at step 6: checkpoint skipped" in caplog.text
+
+
         config = TaskConfig(cluster=cluster, task=Task("worker", 0), options=options)
         return resume.saved_run([backup], Job(strategy=None, kind=KINDS["single"], config=config))
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoint import callback_state, model_state
@@ -37,6 +38,7 @@ from tfdist.files import move_aside, one_line_errors, replacing
 from tfdist.renamed import without_renamed
 from tfdist.strategy import Job, broadcast, is_chief, run_dir
 from tfdist.strategy.devices import threads_of_an_operation
+from tfdist.strategy.group import sum_over_tasks
 from tfdist.strategy.native import require_engine
 
 _LOG = logging.getLogger(__name__)
@@ -236,24 +238,28 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.found_states = checkpoint.meta["callbacks"]
         return _run_state(checkpoint)
 
-    def save(self, model: keras.Model, job: Job, run: RunState, *, callbacks: Any) -> None:
+    def save(self, model: keras.Model, job: Job, run: RunState, *, callbacks: Any) -> str:
         """Copy the state and start to write the copy. Collective: every training task calls it.
 
-        In the chief, raises the error of the previous write.
+        Return "", or in every task the reason why the state is not saved. In the chief, raises the
+        error of the previous write.
         """
         best = self._best.improved or self._lost_save == (run.step, True)
         if run == self._saved_run and not best:
-            return
+            return ""
         began_s = self._clock()
         if job.is_chief:
             self.wait()  # before copying, so that memory never holds two copies
             self.prepare()
         arrays = model_state.capture(model, job)
         self._saved_at = self._clock()
+        is_bad = job.is_chief and not model_state.is_finite(model, arrays)
+        if sum_over_tasks(job, np.array([float(is_bad)]), of="a weight that is not finite")[0]:
+            return "a trainable weight is not finite"
         self._saved_run, self._last_save, self._lost_save = run, (run.step, best), (-1, False)
         self._best.epoch_begins()
         if not job.is_chief:
-            return
+            return ""
         others = callbacks.callbacks
         arrays.update(callback_state.best_weights(others))
         meta = {
@@ -270,6 +276,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if self._auto:
             self._auto.saved(blocked_s=self._clock() - began_s)
             _LOG.info("%s: next save in %.3g s", self.store.directory, self._auto.interval_s)
+        return ""
 
     def _write(self, step: int, arrays: Any, *, meta: Mapping[str, Any], best: bool) -> Path:
         path = self.store.write(step, arrays, meta=meta, best=best)

@@ -368,14 +368,14 @@ class TrainLoop:
         with phases.entered("save"):
             blocks.engine.publish_state(blocks.program)
             metrics = ended or logs or blocks.metrics({})
-            if wrong := resume.reason_not_to_save(model, metrics):
+            run = self._run_state(resume.kept_logs(logs))
+            wrong = resume.reason_not_to_save(model, metrics)
+            if wrong or (wrong := backup.save(model, self._job, run, callbacks=self._callbacks)):
                 _LOG.warning(
                     "%s at step %d: checkpoint skipped, previous checkpoint kept", wrong, step
                 )
                 backup.pass_over()
                 return
-            run = self._run_state(resume.kept_logs(logs))
-            backup.save(model, self._job, run, callbacks=self._callbacks)
             self._saved_step, self._is_save_due = step, False
 
     def _run_state(self, more: Mapping[str, Any]) -> RunState:
