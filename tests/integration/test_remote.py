@@ -202,6 +202,11 @@ def test_models_are_written_to_and_read_from_a_bucket(strategies, machine, monke
         other = make(strategies)
         tfdist.load_weights(other, path, **options)
         np.testing.assert_equal(other.get_weights(), model.get_weights())
+    before = other.get_weights()
+    fit(model, saver, url="memory://bucket/second", epochs=1)  # a second fit with the callback
+    tfdist.load_weights(other, "memory://bucket/1/m.keras")
+    np.testing.assert_equal(other.get_weights(), model.get_weights())
+    assert not np.array_equal(before[0], other.get_weights()[0])
     failing(monkeypatch, "put_file", lambda *_: True)
     tfdist.fit(
         model, X, Y, verbose=0, callbacks=[tfdist.ModelCheckpoint("memory://bucket/n.keras")]

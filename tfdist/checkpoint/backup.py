@@ -630,16 +630,15 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """
 
     filepath: str
+    _local = _url = ""
 
     def set_model(self, model: keras.Model) -> None:
         """Set the model, wrapped so that its saves are atomic."""
         if is_remote(self.filepath):
             scheme, _, path = self.filepath.partition("://")
-            local = tempfile.mkdtemp(prefix="tfdist-")
-            self.filepath = os.path.join(local, path)
-            self._model: Any = _Saving(model, local=local, url=f"{scheme}://")
-        else:
-            self._model = _Saving(model)
+            self._local, self._url = tempfile.mkdtemp(prefix="tfdist-"), f"{scheme}://"
+            self.filepath = os.path.join(self._local, path)
+        self._model: Any = _Saving(model, local=self._local, url=self._url)
 
     def on_train_begin(self, logs: Any = None) -> None:
         require_engine(self)
