@@ -149,6 +149,18 @@ def saved(local, copy, step, *, best=False):
     copy.close()
 
 
+def test_a_planted_link_is_not_uploaded(store, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".writer").symlink_to(tmp_path / "secret")
+    saved(*store("a"), 1)
+    system, root = fsspec.core.url_to_fs(URL)
+    written = [system.cat_file(f"{root}/{name}") for name in ("writer", "claims/000000001")]
+    assert written == [(tmp_path / "a" / ".writer").read_bytes()] * 2
+    assert b"secret" not in written
+    assert (tmp_path / "secret").read_text() == "secret"
+
+
 def test_a_second_writer_is_refused(store):
     (first, copy), (second, other) = store("a"), store("b")
     saved(first, copy, 10)

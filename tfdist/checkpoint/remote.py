@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -26,7 +27,7 @@ from tfdist.checkpoint.format import MANIFEST
 from tfdist.checkpoint.store import NAME, CheckpointStore, SecondWriter
 from tfdist.data.cache import private_cache_dir
 from tfdist.errors import TfdistError, UsageError, require_packages
-from tfdist.files import fsync, one_line_errors, write_text
+from tfdist.files import fsync, one_line_errors, open_untrusted, write_text
 from tfdist.strategy import run_dir
 
 _LOG = logging.getLogger(__name__)
@@ -313,10 +314,18 @@ class RemoteCheckpoints:
 
     def _id(self) -> bytes:
         """Return the id of the local directory, which stays the same after a restart."""
-        file = self._store.directory / f".{_WRITER}"
-        if not file.exists():
-            write_text(file, uuid.uuid4().hex)
-        return file.read_bytes()
+        found = self._noted(_WRITER)
+        if not re.fullmatch(rb"[0-9a-f]{32}", found):
+            found = uuid.uuid4().hex.encode()
+            write_text(self._store.directory / f".{_WRITER}", found.decode())
+        return found
+
+    def _noted(self, name: str) -> bytes:
+        """Return a note in the local directory, which may be forged, or `b""`."""
+        path = self._store.directory / f".{name}"
+        with contextlib.suppress(OSError), open(path, "rb", opener=open_untrusted) as file:
+            return file.read(64)
+        return b""
 
     def _discard_old(self, found: Sequence[str]) -> None:
         """Keep the best and the last `keep` checkpoints. Remove the others, each manifest first."""
