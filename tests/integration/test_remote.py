@@ -178,6 +178,56 @@ def test_a_second_writer_is_refused(store):
     assert refusal(copy.raise_error).code == "second-writer"
 
 
+def test_local_copies_of_deleted_checkpoints_are_not_resumed(store, caplog):
+    local, copy = store("a")
+    for step in (1, 2):
+        saved(local, copy, step)
+    local.close()
+    system, root = fsspec.core.url_to_fs(URL)
+    system.rm(root, recursive=True)
+    local, copy = store("a")
+    assert local.steps() == []
+    assert f"moved the local step-000000001.1, step-000000002.2 to {local.directory}" in caplog.text
+    saved(local, copy, 3)
+    assert list(in_bucket()) == ["step-000000003.1"]
+    local.close()
+    assert store("a")[0].steps() == [3]
+
+
+def test_a_later_run_of_another_machine_is_continued(store, caplog):
+    first, copy = store("a")
+    saved(first, copy, 1)
+    for step in (2, 3, 4):  # the bucket is unreachable
+        first.write(step, {"a": np.full(3, step)}, meta={})
+    first.close()
+    second, other = store("b", keep=1)
+    saved(second, other, 5)
+    first, copy = store("a")
+    assert first.steps() == [5]
+    assert sorted(path.name for path in first.directory.glob("old-1/*")) == [
+        f"step-{step:09d}.{step}" for step in (2, 3, 4)
+    ]
+    assert caplog.text.count("removed or continued elsewhere") == 1
+    for step in (6, 7):  # no other machine continues: the local checkpoints count
+        second.write(step, {"a": np.full(3, step)}, meta={})
+    second.close()
+    second, other = store("b", keep=1)
+    assert second.steps() == [7]
+
+
+def test_skipped_uploads_do_not_hide_a_second_writer(store):
+    first, copy = store("a", keep=1)
+    saved(first, copy, 1)
+    second, other = store("b")
+    saved(second, other, 9)
+    for step in (2, 3, 4):
+        first.write(step, {"a": np.full(3, step)}, meta={})
+    copy.upload("step-000000004.4")
+    copy.close()
+    assert refusal(copy.raise_error).code == "second-writer"
+    assert max(in_bucket()) == "step-000000009.2"
+
+
 def test_the_bucket_keeps_the_newest_checkpoints_and_the_best(store):
     local, copy = store("a", keep=2)
     for step in range(1, 6):

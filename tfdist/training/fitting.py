@@ -213,11 +213,9 @@ def _checked(seed: int | None, max_staleness: int | None, job: Job) -> int | Non
         require_int("max_staleness", max_staleness, least=0)
         if not job.kind.has_servers:
             warn_once(f"fit: max_staleness has no effect under strategy {job.kind}, only under ps")
-    if seed is None:
-        return None
+    seed = None if seed is None else require_int("seed", seed, least=0)
     fix = "pass an int below 2**63, such as secrets.randbits(63)"
-    seed = require_int("seed", seed, least=0, fix=fix)
-    require(seed < 1 << 63, "seed", f"{seed} is too large", fix=fix, code="too-large")
+    require((seed or 0) < 1 << 63, "seed", f"{seed} is too large", fix=fix, code="too-large")
     return seed
 
 
