@@ -99,8 +99,8 @@ def open_untrusted(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> in
     return descriptor
 
 
-def move_aside(directory: Path, names: Iterable[str]) -> None:
-    """Move files to ``old-1``, ``old-2``, ... inside their directory, in the given order."""
+def move_aside(directory: Path, names: Iterable[str]) -> Path:
+    """Move files, in order, to ``old-1``, ``old-2``, ... in their directory, and return it."""
     number = 1
     while (directory / f"old-{number}").exists():
         number += 1
@@ -108,6 +108,7 @@ def move_aside(directory: Path, names: Iterable[str]) -> None:
     aside.mkdir()
     for name in names:
         os.replace(directory / name, aside / name)
+    return aside
 
 
 @contextlib.contextmanager

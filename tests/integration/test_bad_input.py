@@ -74,6 +74,7 @@ OPTIONS = {
         *(("validation_freq", value) for value in (0, (1, 2))),
         *(("steps_per_epoch", 0), ("initial_epoch", -1), ("overfit_batches", 0.5)),
     ],
+    "too-large": [("seed", 1 << 63)],  # a checkpoint would not hold it
     "bad-value": [("class_weight", value) for value in ([1, 1], {}, {"cat": 1.0}, {-1: 2.0})],
 }
 

@@ -150,6 +150,18 @@ def saved(local, copy, step, *, best=False):
     copy.close()
 
 
+def test_a_planted_link_is_not_uploaded(store, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".writer").symlink_to(tmp_path / "secret")
+    saved(*store("a"), 1)
+    system, root = fsspec.core.url_to_fs(URL)
+    written = [system.cat_file(f"{root}/{name}") for name in ("writer", "claims/000000001")]
+    assert written == [(tmp_path / "a" / ".writer").read_bytes()] * 2
+    assert b"secret" not in written
+    assert (tmp_path / "secret").read_text() == "secret"
+
+
 def test_a_second_writer_is_refused(store):
     (first, copy), (second, other) = store("a"), store("b")
     saved(first, copy, 10)
@@ -165,6 +177,56 @@ def test_a_second_writer_is_refused(store):
     assert max(in_bucket()) == "step-000000040.3"
     saved(first, copy, 40)
     assert refusal(copy.raise_error).code == "second-writer"
+
+
+def test_local_copies_of_deleted_checkpoints_are_not_resumed(store, caplog):
+    local, copy = store("a")
+    for step in (1, 2):
+        saved(local, copy, step)
+    local.close()
+    system, root = fsspec.core.url_to_fs(URL)
+    system.rm(root, recursive=True)
+    local, copy = store("a")
+    assert local.steps() == []
+    assert f"moved the local step-000000001.1, step-000000002.2 to {local.directory}" in caplog.text
+    saved(local, copy, 3)
+    assert list(in_bucket()) == ["step-000000003.1"]
+    local.close()
+    assert store("a")[0].steps() == [3]
+
+
+def test_a_later_run_of_another_machine_is_continued(store, caplog):
+    first, copy = store("a")
+    saved(first, copy, 1)
+    for step in (2, 3, 4):  # the bucket is unreachable
+        first.write(step, {"a": np.full(3, step)}, meta={})
+    first.close()
+    second, other = store("b", keep=1)
+    saved(second, other, 5)
+    first, copy = store("a")
+    assert first.steps() == [5]
+    assert sorted(path.name for path in first.directory.glob("old-1/*")) == [
+        f"step-{step:09d}.{step}" for step in (2, 3, 4)
+    ]
+    assert caplog.text.count("removed or continued elsewhere") == 1
+    for step in (6, 7):  # no other machine continues: the local checkpoints count
+        second.write(step, {"a": np.full(3, step)}, meta={})
+    second.close()
+    second, other = store("b", keep=1)
+    assert second.steps() == [7]
+
+
+def test_skipped_uploads_do_not_hide_a_second_writer(store):
+    first, copy = store("a", keep=1)
+    saved(first, copy, 1)
+    second, other = store("b")
+    saved(second, other, 9)
+    for step in (2, 3, 4):
+        first.write(step, {"a": np.full(3, step)}, meta={})
+    copy.upload("step-000000004.4")
+    copy.close()
+    assert refusal(copy.raise_error).code == "second-writer"
+    assert max(in_bucket()) == "step-000000009.2"
 
 
 def test_the_bucket_keeps_the_newest_checkpoints_and_the_best(store):
@@ -203,6 +265,11 @@ def test_models_are_written_to_and_read_from_a_bucket(strategies, machine, monke
         other = make(strategies)
         tfdist.load_weights(other, path, **options)
         np.testing.assert_equal(other.get_weights(), model.get_weights())
+    before = other.get_weights()
+    fit(model, saver, url="memory://bucket/second", epochs=1)  # a second fit with the callback
+    tfdist.load_weights(other, "memory://bucket/1/m.keras")
+    np.testing.assert_equal(other.get_weights(), model.get_weights())
+    assert not np.array_equal(before[0], other.get_weights()[0])
     failing(monkeypatch, "put_file", lambda *_: True)
     tfdist.fit(
         model, X, Y, verbose=0, callbacks=[tfdist.ModelCheckpoint("memory://bucket/n.keras")]

@@ -115,6 +115,21 @@ def test_a_cut_or_extended_run_has_the_same_bits(strategies, tmp_path):
         assert json.dumps(history.history) == json.dumps(expected.history)
 
 
+def test_a_run_resumes_from_the_backup_with_the_largest_step(strategies, tmp_path, caplog):
+    """The local directory is lost with its machine. Twelve steps are an epoch."""
+    local, durable = tmp_path / "local", tmp_path / "durable"
+    whole, resumed = make(strategies[1]), make(strategies[1])
+    fit(whole, tmp_path / "whole")
+    with pytest.raises(Cut):
+        fit(make(strategies[1]), local, [AtStep(31), tfdist.BackupAndRestore(durable)])
+    shutil.rmtree(local)
+    fit(resumed, local, [tfdist.BackupAndRestore(durable)])
+    assert f"resumes at step 24 (epoch 3) from {durable}" in caplog.text
+    assert bits(resumed) == bits(whole)
+    assert CheckpointStore(durable).steps() == [24, 36, 48]
+    assert CheckpointStore(local).steps() == [40, 44, 48]
+
+
 class Adversaries(keras.Model):
     """Two models with an optimizer each, as in Keras' guide to such networks."""
 
@@ -525,6 +540,25 @@ def test_weights_load_from_every_file_and_keep_the_optimizer(strategies, tmp_pat
     np.testing.assert_array_equal(some.layers[0].mean, [[0, 0, 0]])
 
 
+def test_named_layers_in_another_order_get_their_own_weights(strategies, tmp_path):
+    def build(*names):
+        with strategies[1].scope():
+            layers = [keras.layers.Dense(4, name=name) for name in names]
+            model = keras.Sequential([keras.Input((4,)), *layers])
+            model.compile("sgd", "mse")
+        return model
+
+    model, other = build("left", "right"), build("right", "left")
+    x = np.ones((8, 4), "float32")
+    tfdist.fit(model, x, x, verbose=0, callbacks=[tfdist.BackupAndRestore(tmp_path)])
+    right = other.get_layer("right").get_weights()
+    tfdist.load_weights(other, tmp_path, layers=["left"])
+    np.testing.assert_equal(
+        [other.get_layer(name).get_weights() for name in ("left", "right")],
+        [model.get_layer("left").get_weights(), right],
+    )
+
+
 def test_skip_mismatch_skips_weights_of_another_shape(strategies, tmp_path, caplog):
     def build(units):
         with strategies[1].scope():
@@ -595,6 +629,21 @@ def test_a_state_that_became_nan_is_not_saved(strategies, tmp_path, caplog):
     assert "checkpoint skipped" in caplog.text
 
 
+def test_weights_that_became_nan_before_the_loss_are_not_saved(strategies, tmp_path, caplog):
+    """The gradient of a root is NaN at 0, in the sixth step."""
+    with strategies[1].scope():
+        root = keras.layers.Lambda(lambda x: keras.ops.sqrt(abs(x)))
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False), root])
+        model.compile("sgd", "mse")
+    x, y = np.ones((2, 10, 1), "float32")
+    x[5] = 0
+    backup = tfdist.BackupAndRestore(tmp_path, save_freq=2)
+    stop = keras.callbacks.TerminateOnNaN()
+    tfdist.fit(model, x, y, batch_size=1, shuffle=False, verbose=0, callbacks=[stop, backup])
+    assert CheckpointStore(tmp_path).latest() == 4
+    assert "a trainable weight is not finite at step 6: checkpoint skipped" in caplog.text
+
+
 def test_a_nan_validation_does_not_prevent_a_save(strategies, tmp_path):
     model = make(strategies[1])
     bad = (X, Y, np.full(len(X), np.nan))  # the weights of its examples
@@ -624,4 +673,4 @@ def test_a_later_attempt_waits_for_the_earlier_one(tmp_path, monkeypatch):
         saved_run(2, timeout_s=0.01)
     assert late.value.exit_code == EXIT_PEER_MISSING
     monkeypatch.setattr("tfdist.training.resume.time.sleep", lambda _: before.close())
-    assert saved_run(2) is None
+    assert saved_run(2) == (None, 0)

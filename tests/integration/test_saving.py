@@ -176,7 +176,9 @@ def test_a_run_without_a_complete_checkpoint_starts_over(strategies, tmp_path, c
     fit(again, tmp_path / "run")
     assert caplog.text.count(f"{damaged.name} is damaged") == 1
     assert "no readable checkpoint" in caplog.text
-    assert "starting the run from step 0" in caplog.text
+    assert f"moved to {tmp_path}/run/old-1. Without" in caplog.text
+    assert "the run starts at step 0" in caplog.text
+    assert os.listdir(tmp_path / "run" / "old-1") == [damaged.name]
     assert bits(again) == bits(whole)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdist.checkpoint import callback_state, model_state
@@ -33,9 +34,10 @@ from tfdist.errors import (
     require_number,
     require_one_of,
 )
-from tfdist.files import one_line_errors, replacing
+from tfdist.files import move_aside, one_line_errors, replacing
 from tfdist.strategy import Job, broadcast, is_chief, run_dir
 from tfdist.strategy.devices import threads_of_an_operation
+from tfdist.strategy.group import sum_over_tasks
 from tfdist.strategy.native import require_engine
 
 _LOG = logging.getLogger(__name__)
@@ -218,37 +220,45 @@ class BackupAndRestore(keras.callbacks.Callback):
     def saved(self) -> RunState | None:
         """Return the run's progress in the newest checkpoint, or `None` (chief only).
 
-        If all checkpoints are damaged, log a warning and return `None`: the run starts from step 0.
+        If all checkpoints are damaged, move them aside with a warning and return `None`.
         """
-        if self.store.newest_name() is None:
+        names = self.store.names()
+        if not names:
             return None
         try:
             checkpoint = self.store.read()
         except NothingWhole as error:
-            _LOG.warning("%s; starting the run from step 0", error)
+            with one_line_errors(self.store.directory):
+                aside = move_aside(self.store.directory, names)
+            text = "%s; moved to %s. Without another backup, the run starts at step 0"
+            _LOG.warning(text, error, aside)
             return None
         self._found_step = checkpoint.step
         self.found_states = checkpoint.meta["callbacks"]
         return _run_state(checkpoint)
 
-    def save(self, model: keras.Model, job: Job, run: RunState, *, callbacks: Any) -> None:
+    def save(self, model: keras.Model, job: Job, run: RunState, *, callbacks: Any) -> str:
         """Copy the state and start to write the copy. Collective: every training task calls it.
 
-        In the chief, raises the error of the previous write.
+        Return "", or in every task the reason why the state is not saved. In the chief, raises the
+        error of the previous write.
         """
         best = self._best.improved or self._lost_save == (run.step, True)
         if run == self._saved_run and not best:
-            return
+            return ""
         began_s = time.monotonic()
         if job.is_chief:
             self.wait()  # before copying, so that memory never holds two copies
             self.prepare()
         arrays = model_state.capture(model, job)
         self._saved_at = time.monotonic()
+        is_bad = job.is_chief and not model_state.is_finite(model, arrays)
+        if sum_over_tasks(job, np.array([float(is_bad)]), of="a weight that is not finite")[0]:
+            return "a trainable weight is not finite"
         self._saved_run, self._last_save, self._lost_save = run, (run.step, best), (-1, False)
         self._best.epoch_begins()
         if not job.is_chief:
-            return
+            return ""
         others = callbacks.callbacks
         arrays.update(callback_state.best_weights(others))
         meta = {
@@ -264,6 +274,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._writer.shutdown(wait=False)  # the thread exits after the write
         if self._mtbf_s is not None:
             self._choose_interval(time.monotonic() - began_s, mtbf_s=self._mtbf_s)
+        return ""
 
     def _choose_interval(self, blocked_s: float, *, mtbf_s: float) -> None:
         """Compute the next interval after a save that blocked the training for `blocked_s`."""
@@ -592,16 +603,15 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """
 
     filepath: str
+    _local = _url = ""
 
     def set_model(self, model: keras.Model) -> None:
         """Set the model, wrapped so that its saves are atomic."""
         if is_remote(self.filepath):
             scheme, _, path = self.filepath.partition("://")
-            local = tempfile.mkdtemp(prefix="tfdist-")
-            self.filepath = os.path.join(local, path)
-            self._model: Any = _Saving(model, local=local, url=f"{scheme}://")
-        else:
-            self._model = _Saving(model)
+            self._local, self._url = tempfile.mkdtemp(prefix="tfdist-"), f"{scheme}://"
+            self.filepath = os.path.join(self._local, path)
+        self._model: Any = _Saving(model, local=self._local, url=self._url)
 
     def on_train_begin(self, logs: Any = None) -> None:
         require_engine(self)

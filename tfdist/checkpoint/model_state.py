@@ -92,6 +92,15 @@ def capture(model: keras.Model, job: Job) -> Arrays:
     return arrays
 
 
+def is_finite(model: keras.Model, arrays: Mapping[str, Any]) -> bool:
+    """Return whether the trainable weights in the chief's `arrays` are finite.
+
+    Other weights may be infinite by design, such as masks and running minima.
+    """
+    trainable = [f"weights/{i}" for i, v in enumerate(model.weights) if v.trainable]
+    return all(np.isfinite(arrays[name]).all() for name in trainable)
+
+
 def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> None:
     """Set the state from the chief's `arrays`. Collective: every task calls it."""
     for name, variable in variables_of(model).items():

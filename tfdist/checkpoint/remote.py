@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -25,12 +26,12 @@ from typing import Any
 from tfdist.checkpoint.format import MANIFEST
 from tfdist.checkpoint.store import NAME, CheckpointStore, SecondWriter
 from tfdist.data.cache import private_cache_dir
-from tfdist.errors import TfdistError, UsageError, require_packages
-from tfdist.files import fsync, one_line_errors, write_text
+from tfdist.errors import TfdistError, UsageError, named, require_packages
+from tfdist.files import fsync, move_aside, one_line_errors, open_untrusted, write_text
 from tfdist.strategy import run_dir
 
 _LOG = logging.getLogger(__name__)
-_CLAIMS, _WRITER = "claims", "writer"
+_CLAIMS, _WRITER, _NEWEST = "claims", "writer", "newest"
 _FILES = ("arrays.bin", MANIFEST)
 _TRIES = 3
 _RETRY_S = 1.0
@@ -147,16 +148,25 @@ class RemoteCheckpoints:
         self._best: dict[str, bool] = {}
 
     def fetch(self) -> None:
-        """Download the newest complete checkpoint, unless the local store has a newer checkpoint.
+        """Download the newest complete checkpoint, unless the local store continues it.
 
-        The caller has locked the local directory. If the URL cannot be written, log a warning and
-        keep the local checkpoints. Raises TfdistError if there are no local checkpoints.
+        A note in the local directory has the serial number of the URL's newest checkpoint at the
+        last upload or download. If another job has changed the URL since, move the local
+        checkpoints aside that are not there. The caller has locked the local directory. If the URL
+        cannot be written, log a warning and keep the local checkpoints. Raises TfdistError if there
+        are none.
         """
         mine = self._store.newest_name()
+        note = self._noted(_NEWEST)
+        known = int(note) if note.isdigit() else 0
+        self._store.first_serial = known + 1
         try:
             # Write first, to report a missing permission or bucket before training.
             self._system.pipe_file(f"{self._root}/{_WRITER}", self._id())
             found = files_in(self._system, self._root)
+            complete = _complete(found)
+            newest = _serial(complete[-1]) if complete else 0
+            is_own = newest == known or (newest > known and self._has_claimed(newest))
         except Exception as error:
             problem = f"{self._url} cannot be written: {_said(error)}"
             if mine is None:
@@ -166,12 +176,12 @@ class RemoteCheckpoints:
         names = {name for path in found if NAME.fullmatch(name := path.partition("/")[0])}
         taken = [*_claims(found).values(), *map(_serial, names)]
         self._store.first_serial = 1 + max(taken, default=0)
-        for name in reversed(_complete(found)):
-            if mine is not None and _serial(name) < _serial(mine):
-                return
-            if (self._store.directory / name).exists() or self.download(name):
-                self._discard_others(_serial(name), name)
-                return
+        if mine is None or _serial(mine) < newest or not is_own:
+            self._set_aside(above=min(known, newest - 1))
+            for name in reversed(complete):
+                if (self._store.directory / name).exists() or self.download(name):
+                    break
+        self._note_newest(newest)
 
     def complete(self) -> list[str]:
         """Return the names of the complete checkpoints, oldest first."""
@@ -279,10 +289,15 @@ class RemoteCheckpoints:
             self._pending.popleft()
 
     def _upload(self, name: str) -> None:
-        self._claim(_serial(name))
+        # Newer checkpoints may have replaced some before their upload. Claim their serials, too:
+        # another job may have continued there.
+        for serial in range(min(self._store.first_serial, _serial(name)), _serial(name) + 1):
+            self._claim(serial)
+        self._store.first_serial = _serial(name) + 1
         for file in _FILES:
             path = str(self._store.directory / name / file)
             self._system.put_file(path, f"{self._root}/{name}/{file}")
+        self._note_newest(_serial(name))
         found = files_in(self._system, self._root)
         newest = _complete(found)[-1]
         if _serial(newest) > _serial(name) and not (self._store.directory / newest).exists():
@@ -303,6 +318,10 @@ class RemoteCheckpoints:
             if self._system.cat_file(path) != self._id():
                 raise self._second_writer() from None
 
+    def _has_claimed(self, serial: int) -> bool:
+        path = f"{self._root}/{_CLAIMS}/{serial:09d}"
+        return self._system.exists(path) and self._system.cat_file(path) == self._id()
+
     def _second_writer(self) -> SecondWriter:
         return SecondWriter(
             f"checkpoints in {self._url}",
@@ -313,10 +332,22 @@ class RemoteCheckpoints:
 
     def _id(self) -> bytes:
         """Return the id of the local directory, which stays the same after a restart."""
-        file = self._store.directory / f".{_WRITER}"
-        if not file.exists():
-            write_text(file, uuid.uuid4().hex)
-        return file.read_bytes()
+        found = self._noted(_WRITER)
+        if not re.fullmatch(rb"[0-9a-f]{32}", found):
+            found = uuid.uuid4().hex.encode()
+            write_text(self._store.directory / f".{_WRITER}", found.decode())
+        return found
+
+    def _noted(self, name: str) -> bytes:
+        """Return a note in the local directory, or empty bytes. It may be forged."""
+        path = self._store.directory / f".{name}"
+        with contextlib.suppress(OSError), open(path, "rb", opener=open_untrusted) as file:
+            return file.read(64)
+        return b""
+
+    def _note_newest(self, serial: int) -> None:
+        with one_line_errors(self._store.directory):
+            write_text(self._store.directory / f".{_NEWEST}", str(serial))
 
     def _discard_old(self, found: Sequence[str]) -> None:
         """Keep the best and the last `keep` checkpoints. Remove the others, each manifest first."""
@@ -334,12 +365,14 @@ class RemoteCheckpoints:
             if serial < oldest:
                 self._system.rm_file(f"{self._root}/{path}")
 
-    def _discard_others(self, serial: int, name: str) -> None:
-        """Remove the local checkpoints that the downloaded checkpoint replaces, with a warning."""
-        for other in self._store.names():
-            if other != name and _serial(other) >= serial:
-                _LOG.warning("%s: %s replaces the local %s", self._url, name, other)
-                shutil.rmtree(self._store.directory / other)
+    def _set_aside(self, *, above: int) -> None:
+        """Move the local checkpoints with higher serial numbers aside, with a warning."""
+        names = [name for name in self._store.names() if _serial(name) > above]
+        if names:
+            with one_line_errors(self._store.directory):
+                aside = move_aside(self._store.directory, names)
+            text = "%s: checkpoints were removed or continued elsewhere; moved the local %s to %s"
+            _LOG.warning(text, self._url, named(names), aside)
 
 
 def _serial(name: str) -> int:

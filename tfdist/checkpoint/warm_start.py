@@ -211,13 +211,21 @@ def set_weights(model: keras.Model, checkpoint: Checkpoint, *, where: str) -> No
 
 
 def _values_of(model: keras.Model, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the weights by key: by order if all shapes are the same, otherwise by path."""
+    """Return the weights by key: by order if all shapes are the same, otherwise by path.
+
+    If the layers have the checkpoint's names, the order is the model's.
+    """
     saved = checkpoint.meta["variables"]
     weights = {n: a for n, a in checkpoint.arrays.items() if n.startswith("weights/")}
     paths = Counter(saved[name][0] for name in weights)
     by_path = {saved[n][0]: a for n, a in weights.items() if paths[saved[n][0]] == 1}
-    positions = {id(v): f"weights/{i}" for i, v in enumerate(model.weights)}
-    same = [list(v.shape) for v in model.weights] == [saved[n][1] for n in weights]
+    names = list(weights)
+    theirs = dict(zip(_in_model([saved[n][0] for n in names]), names, strict=True))
+    mine = _in_model([v.path for v in model.weights])
+    if theirs.keys() == set(mine) and len(theirs) == len(mine) == len(names):
+        names = [theirs[path] for path in mine]
+    positions = {id(v): name for v, name in zip(model.weights, names, strict=False)}
+    same = [list(v.shape) for v in model.weights] == [saved[n][1] for n in names]
     found = {}
     for key, variable in _wanted(model, None).items():
         # Paths depend on the process: Keras counts all layers that the process has built before.
@@ -226,6 +234,12 @@ def _values_of(model: keras.Model, checkpoint: Checkpoint) -> dict[str, Any]:
         elif variable.path in by_path:
             found[key] = by_path[variable.path]
     return found
+
+
+def _in_model(paths: list[str]) -> list[str]:
+    """Return the paths without their first part if all share it: the name of the model."""
+    parts = [path.partition("/") for path in paths]
+    return [p[2] for p in parts] if len({p[0] for p in parts}) == 1 else paths
 
 
 def _unreadable(path: str, problem: str) -> UsageError:

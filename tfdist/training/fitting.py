@@ -142,7 +142,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
     backups = [callback for callback in flat if isinstance(callback, BackupAndRestore)]
     observers = [callback for callback in flat if isinstance(callback, RunObserver)]
     publish_from(backups, flat)
-    saved = resume.saved_run(backups, job)
+    saved, source = resume.saved_run(backups, job)
     seed = _seed(seed, saved)
     key: Callable[[], Any] | None = None
     # Only in one process: ps workers would fetch the seed from the chief, and peers would have to
@@ -199,6 +199,7 @@ def fit(  # noqa: D417, PLR0913, as they are Keras' arguments
         verbose=verbose,
         backups=backups,
         saved=saved,
+        source=source,
         run=run,
         observers=observers,
     )
@@ -211,7 +212,10 @@ def _checked(seed: int | None, max_staleness: int | None, job: Job) -> int | Non
         require_int("max_staleness", max_staleness, least=0)
         if not job.kind.has_servers:
             warn_once(f"fit: max_staleness has no effect under strategy {job.kind}, only under ps")
-    return None if seed is None else require_int("seed", seed, least=0)
+    seed = None if seed is None else require_int("seed", seed, least=0)
+    fix = "pass an int below 2**63, such as secrets.randbits(63)"
+    require((seed or 0) < 1 << 63, "seed", f"{seed} is too large", fix=fix, code="too-large")
+    return seed
 
 
 def _train(

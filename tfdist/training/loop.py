@@ -67,7 +67,8 @@ class RunPlan:
       callbacks: callbacks of the user.
       verbose: same as in `fit`.
       backups: callbacks that save and restore.
-      saved: state from which the first backup resumes, or `None` for a new run.
+      saved: state from which the run resumes, or `None` for a new run.
+      source: index of the backup with this state.
       run: settings of the run.
       observers: callbacks that observe steps.
     """
@@ -81,6 +82,7 @@ class RunPlan:
     verbose: Any = 0
     backups: Sequence[BackupAndRestore] = ()
     saved: RunState | None = None
+    source: int = 0
     run: Run = dataclasses.field(default_factory=Run)
     observers: Sequence[RunObserver] = ()
 
@@ -137,7 +139,7 @@ class TrainLoop:
             self._join(joined)
         self.step, start = resume.first_step_and_epoch(self._plan)
         if self._plan.backups and self._joined is None:
-            states = self._plan.backups[0].found_states
+            states = self._plan.backups[self._plan.source].found_states
             with phases.entered("callback"):
                 prepare_trackers(self._callbacks.callbacks, self._plan.backups, states)
         if self._plan.saved is not None:
@@ -347,13 +349,14 @@ class TrainLoop:
             if self._joined is not None:
                 self._take(self._joined)
             else:
-                self._plan.backups[0].restore(self._model, self._job, callbacks=self._callbacks)
+                backup = self._plan.backups[self._plan.source]
+                backup.restore(self._model, self._job, callbacks=self._callbacks)
             self._blocks.engine.take_state(self._blocks.program)
         for callback in self._callbacks.callbacks:
             if hasattr(callback, "resumed_at"):
                 callback.resumed_at(self.step)
         if self._joined is None and self._job.is_chief:
-            directory = self._plan.backups[0].place
+            directory = self._plan.backups[self._plan.source].place
             _LOG.warning(line, {"step": self.step, "epoch": epoch + 1, "directory": directory})
 
     def _save(
@@ -369,14 +372,14 @@ class TrainLoop:
         with phases.entered("save"):
             blocks.engine.publish_state(blocks.program)
             metrics = ended or logs or blocks.metrics({})
-            if wrong := resume.reason_not_to_save(model, metrics):
+            run = self._run_state(resume.kept_logs(logs))
+            wrong = resume.reason_not_to_save(model, metrics)
+            if wrong or (wrong := backup.save(model, self._job, run, callbacks=self._callbacks)):
                 _LOG.warning(
                     "%s at step %d: checkpoint skipped, previous checkpoint kept", wrong, step
                 )
                 backup.pass_over()
                 return
-            run = self._run_state(resume.kept_logs(logs))
-            backup.save(model, self._job, run, callbacks=self._callbacks)
             self._saved_step, self._is_save_due = step, False
 
     def _run_state(self, more: Mapping[str, Any]) -> RunState:

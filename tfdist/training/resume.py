@@ -31,23 +31,28 @@ _LOG = logging.getLogger(__name__)
 _AGAIN_S = 0.5
 
 
-def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> RunState | None:
-    """Return the run state of the first backup's newest checkpoint, in every task. A collective.
+def saved_run(backups: Sequence[BackupAndRestore], job: Job) -> tuple[RunState | None, int]:
+    """Return the saved state with the largest step, and the index of its backup. A collective.
 
-    The chief first checks that every backup can write. This raises the errors of
-    `BackupAndRestore.prepare`, and StartupTimeout if the previous attempt keeps writing.
+    Of several such states, the first backup's state counts. The chief first checks that every
+    backup can write. This raises the errors of `BackupAndRestore.prepare`, and StartupTimeout if
+    the previous attempt keeps writing.
     """
     if not backups:
-        return None
-    saved = None
+        return None, 0
+    found: tuple[Any, int] = (None, 0)
     if job.is_chief:
         for backup in backups:
             is_first = job.config is None or job.config.options.attempt == 1
             acquire(backup, job, previous="" if is_first else "the previous attempt")
             backup.close()  # training opens it again, after checks that may reject the run
-        saved = backups[0].saved()
-    state = broadcast(None if saved is None else dataclasses.asdict(saved))
-    return None if state is None else RunState(**state)
+        states = [backup.saved() for backup in backups]
+        steps = [-1 if state is None else state.step for state in states]
+        newest = steps.index(max(steps))
+        saved = states[newest]
+        found = None if saved is None else dataclasses.asdict(saved), newest
+    state, newest = broadcast(found)
+    return None if state is None else RunState(**state), newest
 
 
 def acquire(backup: BackupAndRestore, job: Job, *, previous: str) -> None:
