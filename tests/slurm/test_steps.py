@@ -92,7 +92,7 @@ def test_a_killed_agent_is_named_and_changes_no_weights(slurm, allocation, kille
             stderr=out,
         )
     said = slurm.folder / "launch.out"
-    slurm.cluster.until(lambda: "step 1" in said.read_text(), "a step", within_s=DEADLINE_S)
+    slurm.cluster.until(lambda: "epoch 1 begins" in said.read_text(), "a step", within_s=DEADLINE_S)
     if killed == "agent":
         (pid,) = agents(slurm)
     else:

@@ -415,6 +415,12 @@ def test_it_is_refused(name, change, variable, code):
     assert (error.where, error.code) == (variable, code)
 
 
+def test_ports_of_this_host_complete_a_tf_config_with_other_options():
+    config = json.loads(BY_HAND["TF_CONFIG"]) | {"tfdist": {"startup_timeout_s": 300}}
+    found = read({"TF_CONFIG": json.dumps(config), "TFDIST_PORTS": "20000-20100"})
+    assert (found.options.ports, found.options.startup_timeout_s) == ("20000-20100", 300)
+
+
 def test_ranks_of_mpirun_on_other_hosts_are_refused():
     by_node = [{"OMPI_COMM_WORLD_RANK": "1"}, {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}]
     on_one_host = [{"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}]

@@ -97,6 +97,7 @@ def test_own_addresses_are_bound_to_and_others_replaced(monkeypatch):
     for host in ("192.0.2.1", "no-such-host.invalid"):
         monkeypatch.setattr("tfdist.launch.multihost.hosts._address_towards", {"b": "a"}.get)
         assert own_address(host, other="b") == "a"
+    assert refused(lambda: own_address("no-such-host.invalid", other="c"))[1] == "not-this-host"
 
 
 def test_an_elastic_job_may_have_several_hosts():

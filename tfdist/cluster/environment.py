@@ -396,7 +396,9 @@ def _with_settings(config: TaskConfig, job_settings: JobSettings) -> TaskConfig:
     options = config.options
     if options == JobOptions(strategy=has):
         options = part(JobOptions, job_settings)
-    return replace(config, options=replace(options, strategy=strategy if has == "auto" else has))
+    strategy = strategy if has == "auto" else has
+    ports = options.ports or job_settings.ports  # of this host, whatever else TF_CONFIG says
+    return replace(config, options=replace(options, strategy=strategy, ports=ports))
 
 
 def _check_size(config: TaskConfig, environ: Mapping[str, str], job_settings: JobSettings) -> None:

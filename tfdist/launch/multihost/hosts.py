@@ -275,7 +275,15 @@ def own_address(host: str, *, other: str) -> str:
     address = host
     with contextlib.suppress(OSError):
         _, (address, _) = resolve(host)
-    return address if is_own_address(address) else _address_towards(other) or address
+    found = address if is_own_address(address) else _address_towards(other)
+    require(
+        bool(found) or is_loopback(address),
+        "--hosts",
+        f"{host} is no address of this machine, and there is no route to {other}",
+        fix="list a name or an address that the other hosts can reach",
+        code="not-this-host",
+    )
+    return found or address
 
 
 def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:
