@@ -56,13 +56,15 @@ def test_survivors_continue_and_a_restarted_worker_joins(tmp_path, undisturbed):
     [
         {"worker-0": ["on_epoch_end", 1], "worker-1": ["on_test_begin", 3]},
         {"worker-0": ["save", 2], "worker-1": ["write", 5]},
+        {"worker-0": ["write", 5]},
     ],
 )
 def test_another_worker_takes_over_from_a_lost_chief(tmp_path, undisturbed, faults):
     found, files, output = digests_of(tmp_path / "run", "--workers=3", FAULTS=faults, BACKUP="1")
-    assert found == {"worker-2": undisturbed[0]}, output
+    left = {"worker-0", "worker-1", "worker-2"}.difference(faults)
+    assert found == dict.fromkeys(left, undisturbed[0]), output
     assert files == undisturbed[1], output
-    assert len(re.findall("takes over at step", output)) == 2
+    assert len(re.findall("takes over at step", output)) == len(faults)
     assert "as attempt 2" not in output
 
 

@@ -93,7 +93,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         value is also kept.
       mode: "min" or "max", the better direction. "auto" (default) derives it from the name.
       exact: Reject a resume that cannot be bit-identical (see the guide on checkpoints).
-      clock: Function that returns seconds, for tests (default: `time.monotonic`).
 
     Raises:
       UsageError: An interval is not positive. The checkpoint has another model, data, batch size,
@@ -232,7 +231,11 @@ class BackupAndRestore(keras.callbacks.Callback):
                 aside = move_aside(self.store.directory, names)
             text = "%s; moved to %s. Without another backup, the run starts at step 0"
             _LOG.warning(text, error, aside)
-            return None
+            if self.remote is None:
+                return None
+            self.prepare()  # downloads the bucket's checkpoints
+            self.close()
+            return self.saved() if self.store.names() else None
         self._found_step = checkpoint.step
         self.found_states = checkpoint.meta["callbacks"]
         return _run_state(checkpoint)
@@ -246,18 +249,22 @@ class BackupAndRestore(keras.callbacks.Callback):
         best = self._best.improved or self._lost_save == (run.step, True)
         if run == self._saved_run and not best:
             return ""
-        began_s = time.monotonic()
-        if job.is_chief:
+        began_s, is_chief = time.monotonic(), job.is_chief  # an elastic job may change its chief
+        if is_chief:
             self.wait()  # before copying, so that memory never holds two copies
             self.prepare()
         arrays = model_state.capture(model, job)
         self._saved_at = time.monotonic()
-        is_bad = job.is_chief and not model_state.is_finite(model, arrays)
-        if sum_over_tasks(job, np.array([float(is_bad)]), of="a weight that is not finite")[0]:
+        is_elastic = job.shards is not None  # a successor may save on its own: no collective
+        is_bad = (is_chief or is_elastic) and not model_state.is_finite(model, arrays)
+        if not is_elastic:
+            of = "a weight that is not finite"
+            is_bad = bool(sum_over_tasks(job, np.array([float(is_bad)]), of=of)[0])
+        if is_bad:
             return "a trainable weight is not finite"
         self._saved_run, self._last_save, self._lost_save = run, (run.step, best), (-1, False)
         self._best.epoch_begins()
-        if not job.is_chief:
+        if not is_chief:
             return ""
         others = callbacks.callbacks
         arrays.update(callback_state.best_weights(others))

@@ -93,12 +93,13 @@ def capture(model: keras.Model, job: Job) -> Arrays:
 
 
 def is_finite(model: keras.Model, arrays: Mapping[str, Any]) -> bool:
-    """Return whether the trainable weights in the chief's `arrays` are finite.
+    """Return whether the trainable weights are finite, in the chief those in `arrays`.
 
     Other weights may be infinite by design, such as masks and running minima.
     """
-    trainable = [f"weights/{i}" for i, v in enumerate(model.weights) if v.trainable]
-    return all(np.isfinite(arrays[name]).all() for name in trainable)
+    trainable = [(i, v) for i, v in enumerate(model.weights) if v.trainable]
+    found = (arrays[f"weights/{i}"] if arrays else np.asarray(v.value) for i, v in trainable)
+    return all(np.isfinite(array).all() for array in found)
 
 
 def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> None:

@@ -635,7 +635,7 @@ class Mesh(Members):
             self._agree(of, {})
             try:
                 shared.share(like, most)
-            except OSError:
+            except ConnectionError:
                 raise self._broken() from None
         arrays_of = shared.begin(like)
         parts = {

@@ -7,6 +7,7 @@ next one, and the half after that waits for all members. So no half is written w
 
 from __future__ import annotations
 
+import errno
 import itertools
 import mmap
 import os
@@ -59,7 +60,8 @@ class SharedSums:
     def share(self, like: Sequence[Array], blocks: int) -> None:
         """Make memory for this number of blocks, and map the other members' memory.
 
-        Every member makes this call, with the same sizes. Raises OSError if a member has exited.
+        Every member makes this call, with the same sizes. Raises ConnectionError if a member has
+        exited, and another OSError if this process cannot make or map the memory.
         """
         half_bytes = blocks * _starts(like)[-1]
         size = 2 * half_bytes
@@ -82,8 +84,10 @@ class SharedSums:
                 break
             except BlockingIOError:
                 self._wait(peer)
-        if not data or not fds:
+        if not data:
             raise ConnectionError("the peer has exited")
+        if not fds:
+            raise OSError(errno.EMFILE, "no file descriptor is left for a worker's memory")
         try:
             return mmap.mmap(fds[0], size)
         finally:
