@@ -291,7 +291,7 @@ def test_float8_scales_are_refused_in_micro_batches(strategies):
     building._require_one_scale(model, single)
     staged = dataclasses.replace(single, kind=KINDS["pipeline"])
     error = refused(lambda: building._require_one_scale(model, staged))
-    assert error == ("model", "unsupported-layer")
+    assert error == ("model", "unsupported")
 
 
 # Whatever else
@@ -624,7 +624,7 @@ def said_by(program, **variables):
             ALL,
             [
                 *("unknown-value", "no-cluster", "no-cluster", "devices", "devices"),
-                *("bad-tf-config", "other-strategy", "bad-value", "too-many-workers", "devices"),
+                *("bad-tf-config", "other-strategy", "bad-value", "too-few-tasks", "devices"),
                 *("bad-value", "bad-value"),
                 *("unsupported", "unsupported", "other-strategy", "no-launcher"),
                 *("made", "made", "other-strategy", *["another-scope"] * 6),

@@ -353,7 +353,7 @@ def test_a_layer_with_float8_scales_stays_undivided():
 
     fit("CPU:1")
     error = refusal(lambda: fit(["CPU:0", "CPU:1"]))
-    assert (error.code, "float8 scales" in error.problem) == ("divided-layer", True)
+    assert (error.code, "float8 scales" in error.problem) == ("unsupported", True)
 
 
 PROGRAM = """

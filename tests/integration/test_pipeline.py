@@ -515,7 +515,7 @@ def test_a_pairwise_loss_gets_the_whole_batch_or_warns(strategies, one_stage, ca
 
 def test_frozen_weights_stay_as_they_are_in_several_pipelines(one_stage, monkeypatch):
     """Three, the others of which have the same examples: a third of a weight is no float32."""
-    peers = types.types.SimpleNamespace(sum=lambda *arrays, of: [3 * array for array in arrays])
+    peers = types.SimpleNamespace(sum=lambda *arrays, of: [3 * array for array in arrays])
     monkeypatch.setattr(inputs, "require_same_examples", lambda job, source: None)
     with one_stage(2, pipelines=3, peers=peers).scope():
         frozen = L.Dense(8)
@@ -541,7 +541,7 @@ def test_models_that_cannot_train_in_stages_are_refused(
     one_stage, kind, reduction, code, monkeypatch
 ):
     """And the links to the neighbours are left as they were, for another model."""
-    link = types.types.SimpleNamespace(fail=pytest.fail)
+    link = types.SimpleNamespace(fail=pytest.fail)
     monkeypatch.setattr(engine, "links_of", lambda place: (link, link))
     with one_stage().scope():
         model = kind([keras.Input((5,)), L.Dense(3)])

@@ -75,7 +75,7 @@ BEFORE_TRAINING = {
         ("dataset", "generator", "PyDataset", "validation", "evaluate", "predict"),
         "batches: 3 in worker-0 and 5 in worker-1. Fix: ",
     ),
-    "function": "steps of an epoch: 3 in worker-0 and 5 in worker-1. Fix: ",
+    "function": "steps of an epoch: 2 in worker-0 and 3 in worker-1. Fix: ",
     "nothing": "batches: 3 in worker-0 and 0 in worker-1. Fix: ",
     "batch_size": "batch_size: 24 in worker-0 and 40 in worker-1. Fix: ",
     "epochs": "epochs: 3 in worker-0 and 5 in worker-1. Fix: ",

@@ -2,12 +2,19 @@
 
 import contextlib
 import os
+from unittest.mock import Mock
 
 import pytest
 
-from tests.clock import Clock
 from tfdist.launch.multihost.agents import Hub
 from tfdist.launch.multihost.pipe import BEAT_EVERY_S, SILENT_S, Pipe
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
 
 
 @pytest.fixture
@@ -109,14 +116,15 @@ class FakeAgent:
 
 
 @pytest.fixture
-def world():
+def world(monkeypatch):
     clock, agents, said = Clock(), [], []
+    monkeypatch.setattr("tfdist.launch.multihost.agents.time", Mock(monotonic=clock))
 
     def start(rank):
         agents.append(FakeAgent())
         return agents[-1]
 
-    hub = Hub({1: "b"}, start, terms={"keras": "3"}, say=said.append, clock=clock)
+    hub = Hub({1: "b"}, start, terms={"keras": "3"}, say=said.append)
     hub.turn()
     yield hub, agents, clock, said
     hub.end({"end": 0})

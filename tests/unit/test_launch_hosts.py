@@ -89,15 +89,14 @@ def test_the_first_host_is_recognized_by_name_or_address(monkeypatch):
     assert is_this_host("n1", {"SLURMD_NODENAME": "n1"})
 
 
-def test_own_addresses_are_bound_to_and_others_replaced(monkeypatch):
+def test_own_addresses_are_bound_to_and_others_refused(monkeypatch):
     monkeypatch.undo()
     hosts = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::]", "192.0.2.1", "[2001:db8::1]")
     assert [host for host in hosts if is_own_address(host)] == []
     assert own_address("127.0.0.2", other="127.0.0.1") == "127.0.0.2"
     for host in ("192.0.2.1", "no-such-host.invalid"):
-        monkeypatch.setattr("tfdist.launch.multihost.hosts._address_towards", {"b": "a"}.get)
-        assert own_address(host, other="b") == "a"
-    assert refused(lambda: own_address("no-such-host.invalid", other="c"))[1] == "not-this-host"
+        refusal = refused(lambda host=host: own_address(host, other="127.0.0.1"))
+        assert refusal == ("--hosts", "not-this-host")
 
 
 def test_an_elastic_job_may_have_several_hosts():

@@ -140,11 +140,23 @@ def serve(first: Message, pipe: Pipe) -> int:
     lock = lock_host(first["run_dir"], group.hosts[group.rank], within_s=options.grace_s, pipe=pipe)
     job = _described(options, group, environ, run_dir=Path(first["run_dir"]), search=search)
     host = group.hosts[group.rank]
-    # The launcher's address as ssh sees it: its name may exist only in its ~/.ssh/config.
-    launcher = [*environ.get("SSH_CONNECTION", "").split(), first["from"]][0]
-    own = first["at"] or own_address(host, other=launcher)
+    own = first["at"] or _address_of_agent(host, environ, launcher=first["from"])
     terms = _terms(job, search)
     return _run_on_hosts(job, group, own=own, terms=terms, pipe=pipe, hold=(lock,))
+
+
+def _address_of_agent(host: str, environ: Mapping[str, str], *, launcher: str) -> str:
+    """Return this host's address, found by its name or from the ssh connection.
+
+    The host cannot resolve a name that exists only in the launcher's ~/.ssh/config.
+    """
+    client, _, server, *_ = [*environ.get("SSH_CONNECTION", "").split(), "", "", ""][:4]
+    try:
+        return own_address(host, other=client or launcher)
+    except UsageError:
+        if server:
+            return server
+        raise
 
 
 def _described(

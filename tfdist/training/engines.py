@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from tensorflow.python.distribute import values_util
 
 from tfdist.data.python_indexed import PythonSource
 from tfdist.data.source import GraphSource
-from tfdist.errors import PeerLost
+from tfdist.errors import PeerLost, UsageError
 from tfdist.strategy import Job, current_job
 from tfdist.strategy.group import naming_lost_peer, rows_of_all_tasks
 from tfdist.training.feed import Part
@@ -271,11 +272,20 @@ def naming_a_lost_server() -> Iterator[None]:
     """Raise PeerLost with the name of a lost ps in place of TensorFlow's error.
 
     Errors occur while a model is built, a learning rate or metric is read, or a checkpoint is
-    saved. Use it as a context manager or as a decorator.
+    saved. Raise UsageError if a worker lacks an operation: it imports no module after
+    `make_strategy()`. Use it as a context manager or as a decorator.
     """
     try:
         yield
     except tf.errors.OpError as error:
+        missing = re.search(r"Op type not registered '(\w+)'", str(error))
+        if missing:
+            raise UsageError(
+                "data under the ps strategy",
+                f"the workers have no operation {missing[1]}",
+                fix="import its package (such as keras_hub) before tfdist.make_strategy()",
+                code="missing-operation",
+            ) from error
         job = current_job()
         lost = engine_class(job).lost_task(error, job) if job is not None else ""
         if not lost:

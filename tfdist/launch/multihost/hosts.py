@@ -6,7 +6,6 @@ list, host 0 has no tasks. I/O: name resolution, digests of files, openssl and R
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import ipaddress
 import itertools
@@ -26,7 +25,7 @@ from tfdist.cluster import (
     placement,
     settings,
 )
-from tfdist.cluster.address import expand_hosts, is_loopback, parse_hosts
+from tfdist.cluster.address import expand_hosts, is_loopback, parse_hosts, shown
 from tfdist.cluster.ports import PortPool
 from tfdist.errors import UsageError, require
 from tfdist.launch.multihost import host_agreement, on_ray
@@ -269,21 +268,28 @@ def is_this_host(host: str, environ: Mapping[str, str]) -> bool:
 def own_address(host: str, *, other: str) -> str:
     """Return the address of this machine, which is `host` in the list of hosts.
 
-    If the name resolves to loopback (Debian does so for its own name), to another machine or not at
-    all, return the local address of the route to `other`.
+    If the name resolves to loopback (Debian does so for its own name), return the local address
+    of the route to `other`.
+
+    Raises:
+        UsageError: `host` does not resolve to an address of this machine.
     """
-    address = host
-    with contextlib.suppress(OSError):
+    try:
         _, (address, _) = resolve(host)
-    found = address if is_own_address(address) else _address_towards(other)
-    require(
-        bool(found) or is_loopback(address),
+    except OSError as error:
+        fault = f"does not resolve: {error.strerror}"
+    else:
+        if ipaddress.ip_address(address).is_loopback:
+            return _address_towards(other) or address
+        if is_own_address(address):
+            return address
+        fault = f"resolves to {address}, which is not an address of this machine"
+    raise UsageError(
         "--hosts",
-        f"{host} is no address of this machine, and there is no route to {other}",
-        fix="list a name or an address that the other hosts can reach",
+        f"{shown(host)} is the name of this machine in the list, but {fault}",
+        fix="correct the name, /etc/hosts or DNS",
         code="not-this-host",
     )
-    return found or address
 
 
 def resolve(host: str, port: int = 0) -> tuple[socket.AddressFamily, tuple[str, int]]:
