@@ -7,6 +7,7 @@ import pytest
 
 from tests import forked_python
 from tests.processes import python
+from tfdist.launch.fork_server import ONE_THREAD
 
 HEAVY = {"tensorflow", "keras", "numpy"}
 
@@ -144,6 +145,12 @@ def test_programs_start_without_unneeded_imports(program, unwanted):
     program += f"\nimport sys; loaded = {unwanted} & set(sys.modules); assert not loaded, loaded"
     done = python("-c", program)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_modules_of_a_fork_server_start_no_thread():
+    code = "import tensorflow, keras, pandas, os; print(os.listdir('/proc/self/task'))"
+    threads = python("-c", code, env={**os.environ, **ONE_THREAD}).stdout
+    assert threads.count("'") == 2, threads
 
 
 def test_modules_have_no_import_cycles():

@@ -46,8 +46,11 @@ if TYPE_CHECKING:
 FORK_SERVER = "_TFDIST_FORK_SERVER"
 """Environment variable with the socket of a fork server that the launcher's caller keeps."""
 _MAX_ANSWER_BYTES = 1 << 17
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Environment of the server. NumPy's libraries start their threads when they are loaded.
+ONE_THREAD = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # Arrow, which pandas imports
+}
+"""Environment of the server. NumPy's libraries and Arrow start threads when they are loaded.
 TensorFlow has its own copy of such libraries, and starts threads at its first use."""
 
 _FDS_PER_TASK = 3
