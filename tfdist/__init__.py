@@ -99,9 +99,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         from tfdist.errors import near
+        from tfdist.renamed import instead_of
 
-        hint = near(name, _HOME_OF)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        advice = f". Fix: {known}" if (known := instead_of(name)) else near(name, _HOME_OF)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     if name == "export_model":
         from tfdist.errors import require_packages
 

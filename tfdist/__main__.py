@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tfdist import __version__
     from tfdist.argument_parser import show
     from tfdist.errors import UsageError, near
+    from tfdist.renamed import instead_of
 
     words = list(sys.argv[1:] if argv is None else argv)
     first = words[0] if words else "--help"
@@ -46,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return show("tfdist", text)
     if first in PROGRAMS:
         return _run(first, words[1:])
+    if advice := instead_of(f"tfdist {first}") if not Path(first).exists() else "":
+        error = UsageError("tfdist", f"the program {first!r} was removed", fix=advice)
+        print(error, file=sys.stderr)
+        return error.exit_code
     meant = near(first, PROGRAMS) if first.isidentifier() and not Path(first).exists() else ""
     if meant:
         error = UsageError(

@@ -20,6 +20,7 @@ from tfdist.errors import (
     near,
 )
 from tfdist.options import underscored
+from tfdist.renamed import instead_of
 
 _EXIT_SIGPIPE = 141
 
@@ -117,7 +118,8 @@ class Parser(argparse.ArgumentParser):
         name = word.partition("=")[0]
         hint = near(name, self._option_string_actions) if name.startswith("--") else ""
         problem = f"{name!r} is not an argument of {self.prog}{hint}"
-        return UsageError("command line", problem, fix="see --help", code="unknown-flag")
+        fix = instead_of(name) or "see --help"
+        return UsageError("command line", problem, fix=fix, code="unknown-flag")
 
     def error(self, message: str) -> NoReturn:
         """Raise a message of argparse as a UsageError."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import ctypes.util
 import dataclasses
+import importlib.util
 import io
 import os
+import re
 import shlex
 import socket
 import sys
@@ -31,7 +33,7 @@ from tfdist.cluster.placement import same_host
 from tfdist.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, named
 from tfdist.files import fsync
 from tfdist.launch.events import Message
-from tfdist.launch.machine import Machine, memory_groups, this_machine
+from tfdist.launch.machine import Machine, memory_groups, nvidia_smi, this_machine
 from tfdist.launch.multihost import on_ray
 from tfdist.launch.multihost.agents import LOOK_EVERY_S, PipeAgent, shell_of
 from tfdist.launch.multihost.host_agreement import passed_variables
@@ -187,7 +189,10 @@ def check_host(
     yield from check_packages(versions(), metadata.requires("tfdist") or ())
     yield from _check_machine(machine)
     if machine.gpus:
-        yield from _check_nccl(versions())
+        found = versions()
+        nccl = found.get("nvidia-nccl-cu12") or found.get("nvidia-nccl-cu13")
+        nccl = nccl or ctypes.util.find_library("nccl") or ""
+        yield from check_gpus(_gpus(), _kernels(), nccl=nccl)
     yield from check_directory(run_dir)
 
 
@@ -239,12 +244,53 @@ def _check_machine(machine: Machine) -> Findings:
         yield Finding(subject="shared memory", problem=problem, fix=fix, is_error=False)
 
 
-def _check_nccl(found: Mapping[str, str]) -> Findings:
-    packages = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-    if not any(name in found for name in packages) and not ctypes.util.find_library("nccl"):
+def check_gpus(gpus: Sequence[tuple[str, str]], kernels: Sequence[str], *, nccl: str) -> Findings:
+    """Yield GPUs that the TensorFlow wheel has no kernels for, and a missing NCCL.
+
+    Args:
+        gpus: Name and compute capability of each GPU, such as ``("NVIDIA H200", "9.0")``.
+        kernels: Targets of the wheel. ``sm_89`` is machine code. ``compute_90`` is machine code,
+            and also PTX, which the driver compiles for later GPUs.
+        nccl: Version or file of NCCL, empty if it is missing.
+    """
+    targets = [(int(number) // 10, int(number) % 10) for _, number in map(_split_target, kernels)]
+    ptx = [number for kind, number in map(_split_target, kernels) if kind == "compute"]
+    for name, capability in dict.fromkeys(gpus):
+        major, minor = map(int, capability.split("."))
+        if not targets or any(major == a and b <= minor for a, b in targets):
+            continue
+        can_compile = any(int(number) <= 10 * major + minor for number in ptx)
+        problem = f"TensorFlow has no kernels for {name} (sm_{major}{minor}), only {named(kernels)}"
+        if can_compile:
+            problem += ". The driver compiles them at the first start, for minutes, or fails with "
+            problem += "CUDA_ERROR_INVALID_PTX"
+        fix = "use a TensorFlow that is built for this GPU, such as NVIDIA's container"
+        yield Finding(subject="GPU", problem=problem, fix=fix, is_error=not can_compile)
+    if gpus and not nccl:
         problem = "NCCL is missing, which TensorFlow loads for sums between GPUs"
         fix = "pip install 'tfdist[gpu]', or install libnccl2"
         yield Finding(subject="GPU", problem=problem, fix=fix, is_error=False)
+
+
+def _split_target(target: str) -> tuple[str, str]:
+    kind, _, number = target.partition("_")
+    return kind, number.rstrip("af")  # sm_120a has instructions of this GPU only
+
+
+def _gpus() -> list[tuple[str, str]]:
+    """Return the name and the compute capability of each GPU that nvidia-smi lists."""
+    listed = nvidia_smi("--query-gpu=name,compute_cap", "--format=csv,noheader")
+    return re.findall(r"^(.*), (\d+\.\d+)$", listed, re.MULTILINE)
+
+
+def _kernels() -> list[str]:
+    """Return the targets of the TensorFlow wheel, without importing TensorFlow."""
+    spec = importlib.util.find_spec("tensorflow")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        with contextlib.suppress(OSError):
+            text = (Path(folder) / "python" / "platform" / "build_info.py").read_text()
+            return re.findall(r"\b((?:sm|compute)_\d+[af]?)\b", text)
+    return []
 
 
 def available_bytes() -> int:

@@ -17,7 +17,7 @@ from importlib import metadata
 from tfdist.argument_parser import Parser, run_program
 from tfdist.cluster.settings import may_hold_a_secret, may_name_a_secret
 from tfdist.errors import EXIT_OK
-from tfdist.versions import PACKAGES, versions
+from tfdist.versions import PACKAGES, verdict, versions
 
 _PACKAGES = (
     *("protobuf", "grpcio", "h5py", "ml_dtypes", "tensorflow-datasets", "keras-tuner"),
@@ -52,9 +52,12 @@ def report(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     found = versions()
     for name in dict.fromkeys([*reversed(PACKAGES), *found]):
         yield name, found.get(name, "not installed")
+    others = {}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            yield name, metadata.version(name)
+            others[name] = metadata.version(name)
+    yield "support", verdict({**found, **others})
+    yield from others.items()
     yield "system", f"{_distribution()}, {platform.platform()}"
     yield from _machine(environ)
     for name in sorted(environ):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tfdist.errors import UsageError, near
 from tfdist.kinds import AUTO, KINDS, Kind, kind_of, kinds_that
+from tfdist.renamed import instead_of
 
 if TYPE_CHECKING:
     from absl import flags
@@ -609,7 +610,7 @@ def read(made: flags.FlagValues, words: Sequence[str]) -> dict[str, Any]:
         rest = made(["", *words])[1:]
     except (flags.Error, ValueError) as error:
         problem = " ".join(str(error).split()).removesuffix(" ?")
-        where, code = "command line", "command-line"
+        where, code, fix = "command line", "command-line", "see --help"
         if found := re.fullmatch(r"flag (--[\w.]+)=(.*?): (.*)", problem):
             reason = ": ".join(map(str, error.__context__.args)) if error.__context__ else found[3]
             where, code = found[1], "bad-value"
@@ -618,7 +619,8 @@ def read(made: flags.FlagValues, words: Sequence[str]) -> dict[str, Any]:
             where, code = found[1], "no-value"
         elif isinstance(error, flags.UnrecognizedFlagError):
             code = "unknown-flag"
-        raise UsageError(where, problem, fix="see --help", code=code) from None
+            fix = instead_of(f"--{error.flagname}") or fix
+        raise UsageError(where, problem, fix=fix, code=code) from None
     if rest:
         problem = f"{rest[0]!r} is not a flag"
         raise UsageError("command line", problem, fix="see --help", code="unknown-flag")

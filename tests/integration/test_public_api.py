@@ -3,6 +3,8 @@
 import inspect
 import itertools
 import json
+import operator
+import re
 from pathlib import Path
 
 import keras
@@ -10,6 +12,13 @@ import pytest
 
 import tfdist
 from tests.refusals import refusal
+from tfdist import __main__ as programs
+from tfdist import top
+from tfdist.configs import command_line
+from tfdist.errors import UsageError
+from tfdist.find.learning_rate import read
+from tfdist.launch import options
+from tfdist.renamed import GONE, RENAMED
 
 KERAS = {
     tfdist.fit: keras.Model.fit,
@@ -48,11 +57,55 @@ def test_keras_like_functions_keep_the_argument_order_of_keras(ours):
         assert (found.name, found.default) == (expected.name, default)
 
 
-def test_a_misspelled_name_is_an_attribute_error():
+def use(old):
+    """Call a name in dotted form with an argument, such as ``load_weights(path=)``."""
+    name, _, argument = old.rstrip("=)").partition("(")
+    operator.attrgetter(name)(tfdist)(**{argument: 1})
+
+
+def test_an_old_name_is_refused_with_the_new_one():
+    fixes = {old: f"write {new}" for old, new in RENAMED.items()}
+    fixes |= {old: f"use {new}" for old, new in GONE.items() if "(" in old}
+    for old, fix in fixes.items():
+        error = refusal(lambda old=old: use(old))
+        assert (error.where, error.code, error.fix) == (f"tfdist.{old}", "renamed", fix)
     with pytest.raises(TypeError, match="horizontl"):
         tfdist.data.RandomFlip(horizontl=True)
     with pytest.raises(AttributeError, match="Rescal"):
         tfdist.data.Rescal  # noqa: B018
+
+
+def test_a_removed_program_flag_or_name_tells_its_replacement(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for old, new in GONE.items():
+        if old.startswith("tfdist "):
+            assert programs.main(old.split()[1:]) == 2
+            assert capsys.readouterr().err.rstrip().endswith(f"was removed. Fix: use {new}")
+        elif old.startswith("--config."):
+            assert refused_by(command_line.parse, [f"{old}=1"], capsys).endswith(f"Fix: use {new}")
+        elif old.startswith("--"):
+            for parse in (options.parse, lambda words: top.main(words)):
+                error = refused_by(parse, [f"{old}=1", "a.py"], capsys)
+                assert error.endswith(f"Fix: use {new}"), error
+        elif "(" not in old:
+            _, of_rates, name = old.rpartition("LearningRates.")
+            owner = read([1.0], [1.0], smoothing=0) if of_rates else tfdist
+            with pytest.raises(AttributeError, match=re.escape(f"Fix: use {new}")):
+                operator.attrgetter(name)(owner)
+
+
+def refused_by(parse, words, capsys):
+    """The one line of an error, which a parser raises and a program prints."""
+    try:
+        parse(words)
+    except UsageError as error:
+        return str(error)
+    return capsys.readouterr().err.rstrip()
+
+
+def test_each_old_name_is_on_the_migration_page():
+    page = (Path(__file__).parents[2] / "docs/migrate/from_0_2.md").read_text()
+    assert [old for old in (*RENAMED, *GONE) if f"| `{old}` |" not in page] == []
 
 
 def test_a_backup_without_a_path_uses_the_run_directory(tmp_path, monkeypatch):

@@ -252,6 +252,16 @@ def test_only_complete_and_intact_checkpoints_are_downloaded(store, caplog):
     assert "step-000000004.4" in in_bucket()
 
 
+def test_the_bucket_counts_if_all_local_copies_are_damaged(strategies, machine, caplog):
+    machine("a")
+    first = fit(make(strategies), epochs=1)
+    for arrays in first.store.directory.glob("step-*/arrays.bin"):
+        arrays.write_bytes(b"x" * arrays.stat().st_size)
+    fit(make(strategies), epochs=1)
+    assert "no readable checkpoint" in caplog.text
+    assert "the run already finished at step 10" in caplog.text
+
+
 def test_models_are_written_to_and_read_from_a_bucket(strategies, machine, monkeypatch, caplog):
     machine("a")
     model = make(strategies)

@@ -1,6 +1,6 @@
 """Run tests with other versions of Python, TensorFlow and Keras, each cell in its own environment.
 
-``python -m tests.tools.versions [CELL ...]`` runs the cells of `RECEIPTS`, or the
+``python -m tests.tools.versions [CELL ...]`` runs the cells of `tfdist.versions.RECEIPTS`, or the
 given ones, such as ``3.13-2.22.0rc0-3.15.1``. TEST_ARGS holds arguments of pytest, to replace the
 cell's own tests.
 """
@@ -15,8 +15,9 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
+
+from tfdist.versions import RECEIPTS
 
 ROOT = Path(__file__).parents[2]
 SIDE_BY_SIDE = ["-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
@@ -33,38 +34,6 @@ WITH_JOBS = (
 # Packages that follow from the cell's TensorFlow and Keras.
 _FREE = re.compile(r"(tensorflow.*|keras.*|protobuf|tensorboard|h5py|ml_dtypes|numpy|grpcio.*)==")
 _OF_HUB = ("keras-hub", "tensorflow-text")
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """Names of the tests that passed with three versions. The README explains the names."""
-
-    python: str
-    tensorflow: str
-    keras: str
-    passed: str
-
-    @property
-    def releases(self) -> tuple[str, ...]:
-        """Major and minor versions."""
-        return tuple(
-            ".".join(version.split(".")[:2])
-            for version in (self.python, self.tensorflow, self.keras)
-        )
-
-
-RECEIPTS = (
-    Receipt("3.11", "2.20.0", "3.14.1", "one process, jobs"),
-    Receipt("3.11", "2.21.0", "3.15.1", "one process, jobs"),
-    Receipt("3.11", "2.22.0rc0", "3.16.0.dev2026102704", "core"),
-    Receipt("3.12", "2.20.0", "3.15.1", "one process"),
-    Receipt("3.12", "2.21.0", "3.16.0.dev2026102704", "core"),
-    Receipt("3.12", "2.22.0rc0", "3.14.1", "core, jobs"),
-    Receipt("3.13", "2.20.0", "3.16.0.dev2026102704", "core"),
-    Receipt("3.13", "2.21.0", "3.14.1", "core"),
-    Receipt("3.13", "2.22.0rc0", "3.15.1", "one process, jobs"),
-)
-"""Nine cells that contain each pair of versions. `make test-versions` runs them."""
 
 
 def main(names: list[str]) -> int:

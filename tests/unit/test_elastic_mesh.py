@@ -213,6 +213,20 @@ def test_members_that_run_other_operations_are_refused():
     assert Job(2, program).run() == {"refused"}
 
 
+def test_a_member_without_descriptors_says_so():
+    def program(mesh: Mesh) -> str:
+        told = ""
+        if mesh.is_first:
+            mesh_module.SharedSums.share = Mock(side_effect=OSError(24, "Too many open files"))
+        try:
+            mesh.sum_shards(lambda shard: [np.ones(9)], SHARDS, of="a step")
+        except ConnectionError as error:
+            told = str(error)
+        return "told" if mesh._member or "Too many open files" in told else told
+
+    assert Job(2, program).run() == {"told"}
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_survivors_of_random_kills_have_the_same_bits(undisturbed, seed):
     draws = random.Random(seed)

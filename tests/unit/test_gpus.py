@@ -4,12 +4,15 @@ import dataclasses
 from types import SimpleNamespace as Fake
 
 import pytest
+import tensorflow as tf
 
 from tests.refusals import refused
 from tfdist import check
 from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig
 from tfdist.launch.machine import this_machine
 from tfdist.strategy import devices, make
+
+WHEEL = ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"]  # TensorFlow 2.21
 
 
 @pytest.fixture
@@ -57,11 +60,39 @@ def test_a_ps_worker_that_sees_several_gpus_is_refused(gpus, task, count, code):
         assert refused(ask)[:2] == ("worker-0", code)
 
 
-def test_a_missing_nccl_is_found(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("gpu", "kernels", "says"),
+    [
+        (("H200", "9.0"), WHEEL, ""),
+        (("L4", "8.9"), WHEEL, ""),
+        (("A10", "8.6"), WHEEL, ""),
+        (
+            ("RTX 5090", "12.0"),
+            WHEEL,
+            "warning  GPU: TensorFlow has no kernels for RTX 5090 (sm_1",
+        ),
+        (("RTX 5090", "12.0"), [*WHEEL, "sm_120a"], ""),
+        (("M60", "5.2"), WHEEL, "error    GPU: TensorFlow has no kernels for M60 (sm_52)"),
+        (("M60", "5.2"), [], ""),
+    ],
+)
+def test_a_gpu_without_kernels_in_the_wheel_is_found(gpu, kernels, says):
+    found = "\n".join(map(str, check.check_gpus([gpu, gpu], kernels, nccl="2.25")))
+    assert found.startswith(says)
+    assert found.count("\n") == 0
+    assert bool(found) == bool(says)
+    (last,) = [str(one) for one in check.check_gpus([("L4", "8.9")], WHEEL, nccl="")]
+    assert last.startswith("warning  GPU: NCCL is missing")
+
+
+def test_gpus_and_kernels_of_the_host_are_read(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 5090, 12.0'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert check._gpus() == [("NVIDIA GeForce RTX 5090", "12.0")]
+    built = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])
+    assert check._kernels() == list(built)
     machine = dataclasses.replace(this_machine({}), gpus=("0",))
-    monkeypatch.setattr(check.ctypes.util, "find_library", lambda _: None)
-    for installed in ({}, {"nvidia-nccl-cu12": "2.25"}):
-        monkeypatch.setattr(check, "versions", lambda found=installed: found)
-        found = [str(one) for one in check.check_host({}, machine=machine, run_dir=str(tmp_path))]
-        missing = any(line.startswith("warning  GPU: NCCL is missing") for line in found)
-        assert missing == (not installed)
+    found = [str(one) for one in check.check_host({}, machine=machine, run_dir=str(tmp_path))]
+    assert any("RTX 5090 (sm_120)" in line for line in found) == bool(built)

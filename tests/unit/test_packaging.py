@@ -6,13 +6,14 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import tfdist
-from tests.tools.versions import RECEIPTS
-from tfdist.versions import versions
+from tfdist import env
+from tfdist.versions import RECEIPTS, verdict, versions
 
 ROOT = Path(__file__).parents[2]
 PINS = re.compile(r"^([\w.-]+)==([^\s;\\]+)", re.MULTILINE)
@@ -102,3 +103,23 @@ def test_the_nightly_release_counts_as_keras(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", version)
     assert versions()["keras"] == "3.16.0.dev1"
+    assert not verdict({**versions(), **installed}).startswith("known broken: keras and")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"python": "3.11.7", "tensorflow": "2.21.0", "keras": "3.15.1"}, "tested (one process, j"),
+        ({"python": "3.11.7", "tensorflow": "2.19.1", "keras": "3.15.1"}, "untested: no test ran"),
+        ({"python": "3.12.1", "tensorflow": "2.21.0", "keras": "3.15.1"}, "tested in pairs: tests"),
+        ({"python": "3.11.7"}, "untested: no test ran with python 3.11, tensorflow none"),
+        (
+            {"python": "3.13.0", "tensorflow": "2.20.0", "keras-nightly": "3.16.0.dev1"},
+            "tested (",
+        ),
+        ({"keras": "3.15.1", "keras-nightly": "3.16.0.dev1"}, "known broken: keras and keras-ni"),
+    ],
+)
+def test_env_tells_whether_the_versions_are_tested(found, said):
+    assert verdict(found).startswith(said)
+    assert dict(env.report({}))["support"] == verdict(env.versions())

@@ -35,6 +35,7 @@ from tfdist.errors import (
     require_one_of,
 )
 from tfdist.files import move_aside, one_line_errors, replacing
+from tfdist.renamed import without_renamed
 from tfdist.strategy import Job, broadcast, is_chief, run_dir
 from tfdist.strategy.devices import threads_of_an_operation
 from tfdist.strategy.group import sum_over_tasks
@@ -104,6 +105,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     found_states: Mapping[str, Any]
     """States of the callbacks in the checkpoint that `saved` found (chief only)."""
 
+    @without_renamed("BackupAndRestore")
     def __init__(
         self,
         backup_dir: str | os.PathLike[str] | None = None,

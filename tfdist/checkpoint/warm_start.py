@@ -17,11 +17,13 @@ from tfdist.checkpoint.remote import is_remote, local_copy
 from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.store import Checkpoint
 from tfdist.errors import UsageError, named, near, require, require_one_of
+from tfdist.renamed import without_renamed
 from tfdist.strategy import Job, broadcast, job_of
 
 _LOG = logging.getLogger(__name__)
 
 
+@without_renamed("load_weights")
 def load_weights(
     model: keras.Model,
     filepath: str | os.PathLike[str],

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import UsageError, near
 from tfdist.options import TrainFields, table
+from tfdist.renamed import instead_of
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -75,7 +76,7 @@ def unknown(name: str, *, where: str = "config") -> UsageError:
     return UsageError(
         where,
         f"unknown field {name!r}{hint}",
-        fix="see python -m tfdist.train --help for all fields",
+        fix=instead_of(f"--config.{name}") or "see python -m tfdist.train --help for all fields",
         code="CFG003",
     )
 

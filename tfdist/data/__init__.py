@@ -14,6 +14,8 @@ digits          scikit-learn's digits as a TFDS dataset
 
 from __future__ import annotations
 
+from typing import Any
+
 from tfdist.data.arrays import ArraySource
 from tfdist.data.augment import (
     Compose,
@@ -30,6 +32,7 @@ from tfdist.data.source import GraphSource, Source, Transform, lean_options
 from tfdist.data.stream import InputFunctionSource, StreamSource
 from tfdist.data.tfds import from_tfds
 from tfdist.data.tfrecord import TFRecordSource
+from tfdist.renamed import refuse_renamed
 
 __all__ = [
     "ArraySource",
@@ -55,3 +58,8 @@ __all__ = [
     "from_tfds",
     "lean_options",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    refuse_renamed(f"data.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,6 +19,7 @@ from tensorflow.core.framework import attr_value_pb2
 
 from tfdist.data.source import GraphSource, Nest, Transform
 from tfdist.errors import UsageError, require
+from tfdist.renamed import without_renamed
 
 
 class ArraySource(GraphSource):
@@ -32,6 +33,7 @@ class ArraySource(GraphSource):
 
     kind = "arrays"
 
+    @without_renamed("data.ArraySource")
     def __init__(
         self,
         x: Nest,

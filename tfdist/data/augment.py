@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import keras
 import numpy as np
@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist.data.draws import Draws, draws_for, mix
 from tfdist.data.source import Nest, Transform, unpack
 from tfdist.errors import UsageError, require, require_int, require_one_of
+from tfdist.renamed import refuse_renamed
 
 _Numbers = np.float64 | np.ndarray[Any, Any]
 
@@ -27,6 +28,10 @@ class _Own:
     """Base class of this module's transforms. A call applies a `Compose` of this transform."""
 
     __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        refuse_renamed(*(f"data.{cls.__name__}({name}=)" for name in kwargs))
+        return super().__new__(cls)
 
     def __call__(
         self, batch: Nest, *, example_ids: tf.Tensor, epoch: tf.Tensor | int, seed: int

@@ -9,7 +9,7 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from tfdist import phases
 from tfdist.checkpoint import model_state
 from tfdist.errors import PeerLost, Stopped, require, require_int, require_number
+from tfdist.renamed import instead_of
 from tfdist.strategy import Job
 from tfdist.training import building, inputs
 from tfdist.training.blocks import BlockRunner, Decision, decide
@@ -234,6 +235,10 @@ class LearningRates:
     @property
     def suggestion(self) -> float | None:
         return None if self.steepest is None else min(self.steepest, self.lowest / _DIVISOR)
+
+    @property
+    def plot(self) -> NoReturn:
+        raise AttributeError(f"plot was removed. Fix: {instead_of('LearningRates.plot')}")
 
     def __str__(self) -> str:
         tried = f"{len(self.rates)} steps from {self.rates[0]:.3g} to {self.rates[-1]:.3g}"

@@ -421,7 +421,7 @@ class JobRun:
             self._screen.announce(f"strategy {kind}: {_counted(tasks)}")
             self._screen.out.say(self._warning)
         watchdog = Watchdog(
-            hang_timeout_s=max(2.0, options.hang_timeout_s) if options.hang_timeout_s else math.inf,
+            hang_timeout_s=options.hang_timeout_s or math.inf,
             startup_timeout_s=options.startup_timeout_s,
             has_servers=kind.has_servers,
             chief=tasks[0],

@@ -130,6 +130,10 @@ def _check_together(options: LaunchOptions) -> None:
     workers, stages, fewest = options.workers, options.stages, options.min_workers
     if options.ps == 0:
         refuse("ps", "a ps job needs a parameter server", "use --ps 1", code="bad-value")
+    if 0 < options.hang_timeout_s < 2:
+        seconds = f"{options.hang_timeout_s:g}"
+        problem = f"{seconds} is less than 2, and tasks send a heartbeat each second"
+        refuse("hang_timeout_s", problem, "use --hang_timeout_s 300", code="bad-value")
     if stages is not None and workers % stages:
         fix = "make --workers a multiple of --stages, or leave --workers out"
         refuse("stages", f"{workers} workers cannot form pipelines of {stages} stages", fix)

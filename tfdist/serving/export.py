@@ -41,6 +41,7 @@ from tfdist.errors import TfdistError, UsageError, require, require_int
 from tfdist.files import FileLock, fsync, one_line_errors, write_json, write_text
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, best_trial
+from tfdist.renamed import without_renamed
 from tfdist.serving.model_versions import find_models
 from tfdist.serving.protocol import version_number
 from tfdist.strategy import broadcast, job_of
@@ -61,6 +62,7 @@ _UNNAMED = re.compile(r"(keras_tensor|input_layer)(_\d+)?")  # Keras' default na
 _OTHERS_S = 600.0  # longest wait for another export into the directory
 
 
+@without_renamed("export_model")
 def export_model(
     model: keras.Model,
     directory: str | os.PathLike[str],

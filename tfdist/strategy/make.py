@@ -29,6 +29,7 @@ from tfdist.cluster import (
 from tfdist.cluster.local_only import restricting_server
 from tfdist.errors import UsageError, end_mistakes_in_one_line, require, require_one_of
 from tfdist.kinds import load
+from tfdist.renamed import without_renamed
 from tfdist.strategy import devices, rendezvous
 from tfdist.strategy.collectives import share_generators
 from tfdist.strategy.group import broadcast_initial_values
@@ -42,6 +43,7 @@ _NEIGHBOURS_S = 20.0
 _COLLECTIVE_S = 3600.0  # workers also wait for a callback of the chief that evaluates or uploads
 
 
+@without_renamed("make_strategy")
 def make_strategy(  # noqa: PLR0913
     strategy: str = "auto",
     *,

@@ -19,6 +19,7 @@ import keras
 from keras.src.models.model import Trainer
 
 from tfdist.errors import require, require_int, require_number
+from tfdist.renamed import without_renamed
 from tfdist.strategy.native import require_engine, route_keras
 from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.epochs import VirtualEpochs
@@ -140,6 +141,7 @@ def by_own_method(engine: Callable[..., Any]) -> Callable[..., Any]:
     """Call `model.fit` in `tfdist.fit(model)` if the model's class overrides it."""
     name = engine.__name__
 
+    @without_renamed(name)
     @functools.wraps(engine)
     def call(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
         owner = next((c for c in type(model).__mro__ if name in vars(c)), Trainer)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from tfdist.errors import require_packages
+from tfdist.renamed import instead_of
 
 if TYPE_CHECKING:
     from tfdist.tuning.from_python import search
@@ -22,7 +23,8 @@ __all__ = ["search"]
 
 def __getattr__(name: str) -> Any:
     if name != "search":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        advice = f". Fix: {known}" if (known := instead_of(f"tuning.{name}")) else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
     require_packages("tfdist.tuning.search", "keras_tuner", "sklearn", "tensorboard", extra="tune")
     from tfdist.tuning.from_python import search
 

@@ -24,6 +24,7 @@ from tfdist.errors import (
 )
 from tfdist.launch.options import Program, imports_tensorflow
 from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, SweepState, Trial, read
+from tfdist.renamed import without_renamed
 from tfdist.tuning import sweep
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.oracle import (
@@ -131,6 +132,7 @@ IMPORTS_OF_TRIALS = ("tfdist.tuning.inside", __name__, "tensorboard.plugins.hpar
 _CHECKPOINTS = "checkpoints"
 
 
+@without_renamed("tuning.search")
 def search(  # noqa: D417, PLR0913
     tuner: Any,
     *fit_args: Any,
