@@ -1,6 +1,8 @@
 """``python -m benchmarks.scaling`` over real jobs."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -51,9 +53,10 @@ def test_a_limited_job_uses_its_part_of_a_cpu(tmp_path):
     words = ("--shapes", "1W1PS@20%", "--repeats", "1", "--timeout_s", "300", "--")
     config = (f"--config={ROOT / 'configs' / 'digits_ps.py'}", "--config.seed=1")
     config += ("--config.total_examples=6400", "--config.checkpoints=5")
-    done = measured(out, *words, *config, "--config.validation_split=")
-    logs = "".join(log.read_text() for log in sorted(out.glob("runs/*/said.log")))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
+    command = (sys.executable, "-m", "benchmarks.scaling", "--out", out, *words, *config)
+    with subprocess.Popen((*command, "--config.validation_split="), cwd=ROOT) as program:
+        code = program.wait(DEADLINE_S)
+    assert code == 0, "".join(log.read_text() for log in sorted(out.glob("runs/*/said.log")))
     (row,) = json.loads((out / "scaling.json").read_text())["shapes"]
     assert (row["shape"], row["cpu_percent"]) == ("1W1PS@20%", 20)
     ((start, *_, (seconds, loss)),) = row["loss_curves"]
@@ -61,7 +64,7 @@ def test_a_limited_job_uses_its_part_of_a_cpu(tmp_path):
     assert row["examples_per_second"]["median"] == pytest.approx(6400 * 4 / 5 / seconds)
     # Each of three tasks has a fifth of a CPU. Without the limit, a step takes about 12 ms.
     assert seconds / 80 > 0.03
-    assert not list(Path("/sys/fs/cgroup").glob("**/tfdist-scaling-*"))
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/tfdist-scaling-{program.pid}-*"))
 
 
 def test_a_failing_job_fails_the_measurement_with_last_lines(tmp_path):
