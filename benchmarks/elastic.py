@@ -60,6 +60,7 @@ from clock import epoch_clock
 
 NAME = "elastic"
 REPORT = harness.HERE / "ELASTIC.md"
+PARTS = harness.HERE / "elastic.json"
 SIDES = {"multiworker": [], "V=2": ["--elastic", "--shards", "2"], "V=4": ["--elastic"]}
 STEPS = {"cnn": 15, "dense": 100}
 BATCH = {"cnn": 128, "dense": 64}
@@ -67,6 +68,7 @@ EPOCHS = 5
 KILLED_STEPS, KILLED_BATCH = 100, 120
 VICTIMS = (1, 2)
 PATIENCE_S = 90.0
+UNDISTURBED_S = 180.0
 Claims = dict[str, tuple[list[float], float | None, str]]
 """Figures of each claim, its limit, and its unit."""
 
@@ -274,13 +276,13 @@ def _first_after(job: Watched, view: int, killed_s: float) -> float | None:
 def goodput(minutes: float) -> Claims:
     """Compare steps per second with and without kills, in one job.
 
-    An undisturbed part runs before, between and after the parts with kills, because the speed of
-    a machine drifts.
+    An undisturbed part of three minutes runs before, between and after the parts with kills,
+    because the speed of a machine drifts.
     """
     rates: dict[float, list[float]] = {0.0: [], 30.0: [], 15.0: []}
     with watched("--elastic") as job:
         for period_s in (0.0, 30.0, 0.0, 15.0, 0.0):
-            seconds = minutes * (60 if period_s else 20)
+            seconds = minutes * 60 if period_s else UNDISTURBED_S
             began_s = time.monotonic()
             while (left_s := began_s + seconds - time.monotonic()) > 0:
                 if period_s:
@@ -356,27 +358,35 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="jobs of each side (5)")
     parser.add_argument("--kills", type=int, default=10, help="of each side (10)")
     parser.add_argument("--minutes", type=float, default=30.0, help="of each period of kills (30)")
-    parser.add_argument(
-        "--goodput",
-        type=float,
-        metavar="MINUTES",
-        help="measure only goodput, with this time for each period of kills, and print it",
-    )
     parser.add_argument("--torchft", metavar="PYTHON", help="interpreter with torchft")
+    parser.add_argument(
+        "--parts",
+        default="steps,kills,torchft,goodput",
+        help="measure only these again (steps,kills,torchft,goodput)",
+    )
     args = parser.parse_args()
     if args.side:
         {"steps": measure_steps, "kills": train_until_told}[args.side](args)
         return
-    if args.goodput:
-        print(render(goodput(args.goodput), machine.describe(with_peers=False)))
-        return
-    about = machine.describe(with_peers=False)
-    claims = {**steps(args.rounds), **kills(args.kills)}
-    if args.torchft:
-        claims |= torchft(args.torchft)
-    if args.minutes:
-        claims |= goodput(args.minutes)
-    REPORT.write_text(render(claims, about))
+    measures: dict[str, Callable[[], Claims]] = {
+        "steps": lambda: steps(args.rounds),
+        "kills": lambda: kills(args.kills),
+        "torchft": lambda: torchft(args.torchft) if args.torchft else {},
+        "goodput": lambda: goodput(args.minutes),
+    }
+    parts = json.loads(PARTS.read_text()) if PARTS.exists() else {}
+    for name in args.parts.split(","):
+        about = machine.describe(with_peers=False)
+        if claims := measures[name]():
+            parts[name] = {"claims": claims, "load before": about["load before"]}
+            PARTS.write_text(json.dumps(parts, indent=1) + "\n")
+    claims = {
+        what: claim
+        for name in measures
+        for what, claim in parts.get(name, {"claims": {}})["claims"].items()
+    }
+    loads = "; ".join(f"{part['load before']} ({name})" for name, part in parts.items())
+    REPORT.write_text(render(claims, {**about, "load before": loads}))
 
 
 if __name__ == "__main__":
