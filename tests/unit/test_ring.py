@@ -174,6 +174,25 @@ def test_the_root_copies_a_large_row_while_it_waits(monkeypatch, name):
     assert (result == 1).all()
 
 
+def test_large_results_use_memory_again_that_no_array_uses():
+    def taken():
+        return ring_module.empty([2**10, 2**11], np.float32)
+
+    first = taken()
+    address = first.ctypes.data
+    view = memoryview(first[1:])
+    del first
+    second = taken()
+    assert second.ctypes.data != address
+    view.release()
+    third = taken().view(np.int32)
+    assert third.ctypes.data == address
+    others = [taken() for _ in range(40)]
+    places = {each.ctypes.data for each in (second, third, *others)}
+    assert len(places) == 42
+    assert sum(data.size for data in ring_module._kept) <= 2**28
+
+
 def test_equal_shapes_in_two_places_are_not_mixed():
     one, other = ring_of(2)
     message, _ = at_once(

@@ -22,7 +22,7 @@ from tfdist.cluster import read_environment, resolved_kind
 from tfdist.errors import PeerLost, UsageError, require, require_int, require_one_of
 from tfdist.strategy import group
 from tfdist.strategy.job import Job, current_job
-from tfdist.strategy.ring import CALL_S, Members, Ring
+from tfdist.strategy.ring import CALL_S, Members, Ring, empty
 
 _FIRST_BYTES = 1024
 _SUMMED_BY_TENSORFLOW = ("float64", "float32", "float16", "bfloat16", "int64", "int32")
@@ -369,20 +369,23 @@ def _rows(job: Job, array: _Array, root: int | None, *, of: str) -> _Array | Non
 
 def _blank(job: Job, shape: Sequence[int], dtype: str | type) -> _Array:
     """Return an array that can receive the root's array (zeros if the job has no ring)."""
-    return np.empty(shape, dtype) if isinstance(job.ring, Ring) else np.zeros(shape, dtype)
+    return empty(shape, dtype) if isinstance(job.ring, Ring) else np.zeros(shape, dtype)
 
 
-def _from_root(job: Job, array: _Array, root: int, *, of: str) -> _Array:
-    """Return the root's array. Other tasks give a `_blank` array."""
+def _from_root(job: Job, array: _Array, root: int, *, of: str, follows: bool = True) -> _Array:
+    """Return the root's array. Other tasks give a `_blank` array.
+
+    If it `follows` the message of a call, the message has told all tasks about it.
+    """
     if isinstance(job.ring, Ring):
-        _in_ring(job, lambda ring: ring.from_root(array, root, of=of))
+        _in_ring(job, lambda ring: ring.from_root(array, root, of="" if follows else of))
         return array
     return group.sum_bytes(job, array, of=of)
 
 
 def _row_from_root(job: Job, rows: _Array, root: int, *, of: str) -> _Array:
     if isinstance(job.ring, Ring):
-        return _in_ring(job, lambda ring: ring.rows_from_root(rows, root, of=of))
+        return _in_ring(job, lambda ring: ring.rows_from_root(rows, root, of=""))
     return _from_root(job, rows, root, of=of)[job.task_index]
 
 
@@ -427,7 +430,7 @@ def _text_from_root(job: Job, text: bytes | None, root: int, *, of: str) -> str:
         part = _blank(job, [size], np.uint8)
         if text is not None:
             part[:] = np.frombuffer(message[first : first + size].ljust(size, b"\0"), np.uint8)
-        return _from_root(job, part, root, of=of).tobytes()
+        return _from_root(job, part, root, of=of, follows=first > 0).tobytes()
 
     came = sent(0, _FIRST_BYTES)
     size = 8 + int.from_bytes(came[:8], "little")

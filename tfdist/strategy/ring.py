@@ -20,18 +20,20 @@ import hashlib
 import hmac
 import itertools
 import logging
+import math
 import os
 import secrets
 import select
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,7 @@ CALL_S = 1800.0
 
 _BLOCK_BYTES = 2**18
 _THREAD_BYTES = 2**22  # a thread copies larger arrays while the worker sends and receives
+_KEPT_BYTES = 2**28  # memory of large results that is used again
 _VECTOR = 32  # 512 bits of float16
 _Piece = tuple[int, int, int]  # index of an array, first element, end element
 
@@ -161,7 +164,7 @@ class Ring:
           sizes: Number of elements of each whole array.
           of: Description (see `sum`).
         """
-        wholes = [np.empty(size, part.dtype) for size, part in zip(sizes, parts, strict=True)]
+        wholes = [empty([size], part.dtype) for size, part in zip(sizes, parts, strict=True)]
         for whole, part in zip(wholes, parts, strict=True):
             whole[slice(*self.part(whole.size))] = part.reshape(-1)
         with self._at_sum():
@@ -170,22 +173,27 @@ class Ring:
         return wholes
 
     def from_root(self, array: np.ndarray, root: int, *, of: str) -> None:
-        """Fill `array` with the root's elements. Each worker passes them on as they arrive."""
+        """Fill `array` with the root's elements. Each worker passes them on as they arrive.
+
+        `of` is empty if an earlier transfer has told all workers that this one follows.
+        """
         blocks, hops = _blocks(array), self._hops_from(root)
         with self._at_sum():
-            self._agree([array], of)  # the root may compute its value for hours
+            if of:
+                self._agree([array], of)  # the root may compute its value for hours
             into = blocks if hops else []
             self._relay(into, blocks if hops < self._size - 1 else [], ahead=len(into) and 1)
 
     def rows_from_root(self, rows: np.ndarray, root: int, *, of: str) -> np.ndarray:
         """Return this worker's row of the root's `rows`, an array of one row for each worker.
 
-        Only the shape and the type of the other workers' `rows` count.
+        Only the shape and the type of the other workers' `rows` count. `of` is as in `from_root`.
         """
         hops = self._hops_from(root)
         with self._at_sum():
-            self._agree([rows], of, within_s=CALL_S)
-            own = np.empty(rows.shape[1:], rows.dtype)
+            if of:
+                self._agree([rows], of, within_s=CALL_S)
+            own = empty(rows.shape[1:], rows.dtype)
             if not hops:
                 ranks = [(root + far) % self._size for far in range(self._size - 1, 0, -1)]
                 out = [block for rank in ranks for block in _blocks_of_row(rows, rank)]
@@ -207,7 +215,7 @@ class Ring:
                 passed = _passing(own * (hops - 1))
                 self._relay(passed, [*passed, *own], ahead=len(passed) and 1)
                 return None
-            rows = np.empty((self._size, *row.shape), row.dtype)
+            rows = empty([self._size, *row.shape], row.dtype)
             ranks = [(root + far) % self._size for far in range(1, self._size)]
             with _copying(row, rows[self._rank, ...]):
                 into = [block for rank in ranks for block in _blocks_of_row(rows, rank)]
@@ -223,7 +231,7 @@ class Ring:
         total: np.ndarray | None = None
         into: list[memoryview] = []
         if hops == self._size:
-            total = np.empty_like(mine)
+            total = empty(mine.shape, mine.dtype)
             into = _blocks(total, step * mine.itemsize)
         elif hops > 1:
             into = _passing(own)
@@ -241,7 +249,7 @@ class Ring:
 
     def rows_of_all(self, row: np.ndarray, *, of: str) -> np.ndarray:
         """Return the rows of all workers, in their order."""
-        rows = np.empty((self._size, *row.shape), row.dtype)
+        rows = empty([self._size, *row.shape], row.dtype)
         rows[self._rank] = row
         with self._at_sum():
             self._agree([row], of, within_s=CALL_S)
@@ -314,7 +322,7 @@ class Ring:
     ) -> list[np.ndarray]:
         """Sum around the ring. In the returned flat arrays only this worker's chunk is complete."""
         mine = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
-        sums = [np.empty_like(array) for array in mine]
+        sums = [empty(array.shape, array.dtype) for array in mine]
         for hop in range(self._size - 1):
             out = views_of(sums if hop else mine, chunks[(self._rank - hop) % self._size])
             self._add(out, mine, sums, chunks[(self._rank - hop - 1) % self._size])
@@ -472,6 +480,35 @@ def _copying(source: np.ndarray, target: np.ndarray) -> Iterator[None]:
 
 def _copy(source: np.ndarray, target: np.ndarray) -> None:
     np.copyto(target, source)
+
+
+_kept: deque[np.ndarray] = deque()
+_at_kept = threading.Lock()
+
+
+def empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Return an empty array. A large one gets the memory of an earlier one that nothing uses.
+
+    The system clears new memory, which takes longer than a transfer.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if not _THREAD_BYTES <= size <= _KEPT_BYTES // 2:
+        return np.empty(shape, dtype)
+    with _at_kept:
+        for data, references in zip(_kept, _references(_kept), strict=True):
+            if data.size == size and references == _UNUSED:
+                return data.view(dtype).reshape(shape)
+        _kept.append(np.empty(size, np.uint8))
+        while sum(data.size for data in _kept) > _KEPT_BYTES:
+            _kept.popleft()
+        return _kept[-1].view(dtype).reshape(shape)
+
+
+def _references(arrays: Iterable[np.ndarray]) -> list[int]:
+    return [sys.getrefcount(array) for array in arrays]
+
+
+_UNUSED = _references([np.empty(0)])[0]
 
 
 @functools.lru_cache(maxsize=64)
