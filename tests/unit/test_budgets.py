@@ -29,7 +29,7 @@ LINES = {
     "checkpoint": 2_833,
     "training": 8_338,
     "ps, pipeline": 4_855,
-    "elastic": 1_887,
+    "elastic": 1_897,
     "tuning": 2_924,
     "serving": 3_061,
     "around": 6_755,  # report, outputs, app, find, ops, audit, configs and the programs

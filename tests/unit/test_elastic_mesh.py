@@ -200,6 +200,43 @@ def test_bits_do_not_depend_on_the_number_of_members(undisturbed, count):
     assert Job(count).run() == {undisturbed}
 
 
+def sum_with_slow_readers(mesh: Mesh) -> str:
+    """Sums that follow each other. All members except the chief read the parts late."""
+    read = tree_sum
+
+    def slow(parts, low, high, out=None):
+        if out is None and not mesh.is_first:
+            time.sleep(0.002)
+        return read(parts, low, high, out)
+
+    mesh_module.tree_sum = slow
+    state = np.ones(100_000, np.float32)
+    for step in range(3 * STEPS):
+
+        def part(shard: int, state: np.ndarray = state, step: int = step) -> list[np.ndarray]:
+            return [np.sin(state * np.float32(step + shard))]
+
+        (total,) = mesh.sum_shards(part, SHARDS, of="a step")
+        state = state * np.float32(0.9) + total
+    mesh.sum(np.zeros(1), of="the end")
+    return hashlib.sha256(state.tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("kills", [0, 1, 2])
+def test_no_part_is_overwritten_before_all_members_have_read_it(kills):
+    rng = random.Random(kills)
+    at_s = time.monotonic() + 0.1
+
+    def chaos(job: Job, now_s: float) -> None:
+        nonlocal at_s
+        if len(job.killed) < kills and job.views and now_s > at_s and len(job.pids) > 1:
+            job.kill(rng.choice(sorted(job.pids)))
+            at_s = now_s + 0.1
+
+    (alone,) = Job(1, sum_with_slow_readers).run()
+    assert Job(4, sum_with_slow_readers).run(chaos) == {alone}
+
+
 def test_members_that_run_other_operations_are_refused():
     def program(mesh: Mesh) -> str:
         def part(shard: int) -> list[np.ndarray]:

@@ -304,8 +304,7 @@ class _Shards:
             arguments.append(given)
         if not self.is_traced:
             self._trace(*arguments)
-        with adding_in_order():
-            found = [_as_numpy(array) for array in self._compute(*arguments)]
+        found = [_as_numpy(array) for array in self._compute(*arguments)]
         first = len(found) - 2 * self.num_sparse
         batches.rows[shard] = found[first:]
         return found[:first]
@@ -361,8 +360,7 @@ class _Shards:
         apply = self._apply or self._trace_update(totals)
         dense = list(self._layout.forms).count("dense")
         first = sum(number < dense for number in self._layout.large)
-        with adding_in_order():
-            values = apply(step, *map(as_tensor, totals[:first]), *map(tf.constant, totals[first:]))
+        values = apply(step, *map(as_tensor, totals[:first]), *map(tf.constant, totals[first:]))
         return {name: as_number(v) for name, v in zip(self._layout.logs, values, strict=True)}
 
     def _part(
@@ -541,7 +539,14 @@ def as_tensor(array: Array) -> tf.Tensor:
 
 def _called(traced: Any) -> Callable[..., Any]:
     """Return the function, inlined if each kernel runs on one thread."""
-    return inline(traced) if threads_of_an_operation() == 1 else traced
+    if threads_of_an_operation() == 1:
+        return inline(traced)
+
+    def call(*tensors: tf.Tensor) -> Any:
+        with adding_in_order():
+            return traced(*tensors)
+
+    return call
 
 
 def _require_pure(graph: Any) -> None:
