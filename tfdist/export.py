@@ -1,8 +1,8 @@
 """``python -m tfdist.export SOURCE DIRECTORY``: export a trained model for model servers.
 
-SOURCE is a ``.keras`` file, the run directory of a ``tfdist.train``, the directory of a sweep (the
-best model of its best trial), or a directory of checkpoints with ``--model file.py:function``. The
-version is checked before it is published.
+SOURCE is a ``.keras`` file, the run directory of a ``tfdist.train``, the directory of a
+``tfdist.tune`` (the best checkpoint of its best trial), or a directory of checkpoints with
+``--model file.py:function``. The version is checked before it is published.
 """
 
 from __future__ import annotations
@@ -143,11 +143,13 @@ def _published(options: Any) -> set[str]:
     from tfdist.checkpoint.remote import is_remote, local_directory
 
     there, directory = set(), options.directory
-    home = local_directory(directory.rstrip("/")) if is_remote(directory) else Path(directory)
-    for file in home.glob("*/*/manifest.json"):
+    remote = is_remote(directory)
+    home = local_directory(directory.rstrip("/")) if remote else Path(directory)
+    for file in home.glob("*/[!.]*/manifest.json"):  # a killed export leaves .partial-VERSION
+        is_unsent = remote and file.with_name("saved_model.pb").exists()  # its upload failed
         with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
             manifest = json.loads(file.read_text())
-            if manifest.get("run") == str(options.source.absolute()):
+            if manifest.get("run") == str(options.source.absolute()) and not is_unsent:
                 there.add(f"{manifest['step']}:{manifest['saved_at']}")
     return there
 

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import keras
@@ -389,7 +390,8 @@ def test_a_version_is_written_to_a_url(tmp_path, monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
     url, model = "memory://bucket/served", line()
     assert tfdist.export_model(model, url) == f"{url}/line/1"
-    assert tfdist.export_model(model, f"{url}/") == f"{url}/line/2"
+    origin = {"run": str(tmp_path / "run"), "step": 4, "saved_at": 1.5}
+    assert tfdist.export_model(model, f"{url}/", origin=origin) == f"{url}/line/2"
     names = [path.removeprefix("/bucket/served/line/") for path in order]
     assert names[len(names) // 2 - 2 : len(names) // 2] == ["1/saved_model.pb", "1/manifest.json"]
     assert "2/variables/variables.index" in names
@@ -403,7 +405,17 @@ def test_a_version_is_written_to_a_url(tmp_path, monkeypatch):
     with pytest.raises(
         TfdistError, match=r"/line/3 cannot be written .refused.; the version is in"
     ):
-        tfdist.export_model(model, url)
+        tfdist.export_model(model, url, origin={**origin, "step": 8})
+    options = SimpleNamespace(directory=url, source=tmp_path / "run")
+    assert export._published(options) == {"4:1.5"}
+
+
+def test_a_version_of_a_killed_export_is_not_published(tmp_path):
+    origin = {"run": str(tmp_path / "run"), "step": 4, "saved_at": 1.5}
+    (tmp_path / "line/.partial-2").mkdir(parents=True)
+    (tmp_path / "line/.partial-2/manifest.json").write_text(json.dumps(origin))
+    options = SimpleNamespace(directory=str(tmp_path), source=tmp_path / "run")
+    assert export._published(options) == set()
 
 
 def test_adapted_layers_are_published_or_refused(tmp_path):

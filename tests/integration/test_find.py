@@ -8,6 +8,7 @@ import signal
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdist
 from tests.models import classifier
@@ -175,6 +176,13 @@ def losses_of_a_usual_test() -> list[float]:
         2.0 - 1.5 / (1 + math.exp(-4 * (math.log10(r) + 3))) + max(0.0, math.log10(r) + 1) ** 2
         for r in RATES
     ]
+
+
+def test_a_batch_size_for_examples_of_unknown_size_is_refused(strategies):
+    spec = tf.TensorSpec([None, None]), tf.TensorSpec([None], tf.int32)
+    data = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
+    found = refused(lambda: tfdist.find_batch_size(make(strategies[1]), data))
+    assert found == ("find_batch_size", "unsupported-data")
 
 
 def test_the_suggested_rate_has_the_steepest_loss():

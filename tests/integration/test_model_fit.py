@@ -17,6 +17,7 @@ from tests import forked_python
 from tests.models import noted_ranges
 from tests.refusals import refusal, refused
 from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig, read_environment
+from tfdist.options import TRIAL
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, job
 from tfdist.training import kept, loop, metrics_file, routing
@@ -397,6 +398,13 @@ def test_a_custom_metrics_callback_replaces_the_default_writer(strategies, monke
     model = in_run_dir(strategies, monkeypatch, tmp_path / "run")
     model.fit(X, Y, batch_size=10, verbose=0, callbacks=Own())
     tfdist.fit(model, X, Y, batch_size=10, verbose=0, fast_dev_run=True)
+    assert steps_of(tmp_path / "run") == []
+
+
+def test_other_fits_of_a_trials_program_write_no_metrics(strategies, monkeypatch, tmp_path):
+    """When the trial resumed, they replaced the lines of its first epochs."""
+    monkeypatch.setenv(TRIAL, "{}")
+    in_run_dir(strategies, monkeypatch, tmp_path / "run").fit(X, Y, batch_size=10, verbose=0)
     assert steps_of(tmp_path / "run") == []
 
 

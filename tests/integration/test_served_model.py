@@ -118,6 +118,8 @@ def test_a_batch_dependent_model_answers_each_request_separately(tmp_path):
     for one, answer in zip(asked, answers, strict=True):
         wanted = model.predict(one, verbose=0)
         np.testing.assert_allclose(answer["predictions"], wanted, atol=1e-6)
+    requests = [(FrameKind.REST_PREDICT, b'{"inputs": [[1, 2, 3]]}')] * 2
+    assert [[at for at, _ in some] for some in centred.answers(requests)] == [[], [0], [1]]
 
 
 def test_values_are_in_the_field_of_their_type(odd):

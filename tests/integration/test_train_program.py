@@ -132,8 +132,9 @@ def test_a_sweep_exports_the_model_of_its_best_trial(finished, tmp_path):
         journal.add("asked", trial=trial, values={}, run=trial, until=None)
         ended = {"history": [], "reason": "", "last_lines": [], "best_virtual_epoch": 1}
         journal.add("ended", trial=trial, status="COMPLETED", score=score, **ended)
-    # A program in Python: its checkpoints have no model.
-    assert refused(lambda: read_model(sweep)) == (str(sweep), "no-model")
+    # A program in Python: its checkpoints have no model, and are not of the best epoch.
+    for make in (None, f"{__file__}:make"):
+        assert refused(lambda make=make: read_model(sweep, make=make)) == (str(sweep), "no-model")
     # A config file.
     shutil.copytree(finished, sweep / "trials" / "1")
     model, origin = read_model(sweep)

@@ -325,6 +325,7 @@ def test_nested_hyperparameters_are_known_before_the_first_trial(tmp_path):
     flags = plain.flags({"optimizer": "sgd", "flip": True})
     assert flags == ("--config.augmentation.random_flip=True",)
     assert plain.asked({"optimizer": "adam", "flip": True}) == {"optimizer": "adam"}
+    assert SearchSpace(f"{tmp_path}/config.py:small", base()).description == plain.description
 
 
 @pytest.mark.parametrize(

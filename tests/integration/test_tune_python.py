@@ -375,6 +375,14 @@ def test_errors_detected_late_in_a_trial_are_reported(trials):
     assert trials.lines("virtual_epoch", "1") == [1]
 
 
+@pytest.mark.parametrize("as_callback", [True, False])
+def test_settings_of_a_run_reach_the_fit_of_a_trial(trials, as_callback):
+    run = {"virtual_epochs": tfdist.VirtualEpochs(total_examples=64, checkpoints=2)}
+    fitting = {"callbacks": [tfdist.Run(**run)]} if as_callback else run
+    trials.run(trials.tuner(), batch_size=16, **fitting)
+    assert trials.lines("step") == [2, 4]
+
+
 def test_a_trial_with_rare_validation_has_the_best_score(trials):
     tuner = trials.tuner(objective=LOSS_UP)
     outcome = trials.run(tuner, validation_freq=2, epochs=5)
@@ -529,6 +537,14 @@ def test_another_search_in_a_trial_is_read_from_disk(tmp_path, monkeypatch):
     assert tuner.get_best_hyperparameters()[0].get("units") == 4
     assert tuner.project_dir == str(sweep_dir / "keras_tuner")
     assert not (sweep_dir / "keras_tuner" / "oracle.json").exists(), "a trial writes none"
+
+
+def test_a_directory_that_differs_between_runs_is_refused(tmp_path, monkeypatch):
+    for name, value in assigned(tmp_path / "12:00", units=2).encode().items():
+        monkeypatch.setenv(name, value)
+    tuner = make_tuner(tmp_path)
+    found = refused(lambda: tfdist.tuning.search(tuner, X, Y, sweep_dir=tmp_path / "12:01"))
+    assert found == ("sweep_dir", "not-a-run")
 
 
 def test_an_exception_caught_around_search_ends_the_trial(tmp_path, monkeypatch):

@@ -1,12 +1,14 @@
 """Frames, addresses and bodies that the front reads without a model."""
 
 import contextlib
+import socket
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tfdist.serving import protocol
+from tfdist.serving import protocol, replica
 from tfdist.serving.protocol import Code, Frame, FrameKind, RequestError, Target
 
 FRAMES = st.lists(
@@ -21,6 +23,25 @@ def test_frames_are_read_from_a_stream_in_any_pieces(frames, cut):
     for start in range(0, len(stream), cut):
         found += buffer.feed(stream[start : start + cut])
     assert found == frames
+
+
+def test_a_replica_sends_each_answer_before_the_next_call():
+    ours, theirs = socket.socketpair()
+    ours.settimeout(1)
+    buffer, sent = protocol.FrameBuffer(), list[list[int]]()
+
+    class Model:
+        def answers(self, requests: Any) -> Any:
+            for at in range(len(requests)):
+                yield [(at, b"{}")]
+                sent.append([frame.id for frame in buffer.feed(ours.recv(1000))])
+
+    frames = [Frame(id, FrameKind.REST_PREDICT, b"{}") for id in (7, 8)]
+    ours.sendall(b"".join(map(protocol.encode_frame, frames)))
+    ours.shutdown(socket.SHUT_WR)
+    model: Any = Model()
+    replica._serve(model, theirs, max_batch=8)
+    assert sent == [[7], [8]]
 
 
 @pytest.mark.parametrize(

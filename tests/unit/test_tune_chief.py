@@ -102,8 +102,10 @@ def test_too_many_failed_trials_end_the_sweep(tmp_path):
 
 def test_a_killed_trial_resumes_unless_killed_too_often(tmp_path):
     world = World(tmp_path)
-    world.fates = {"0": [KILLED] * 2, "1": [KILLED] * 9}
+    no_host = Killed(reason="no host in time", has_started=False)
+    world.fates = {"0": [KILLED] * 2, "1": [KILLED] * 9, "2": [no_host] * 9}
     trials = world.run().state.trials
+    assert trials["2"].status == "completed"
     assert (trials["0"].status, trials["0"].starts) == ("completed", 3)
     assert trials["1"].status == "failed"
     assert "killed 4 times without progress" in trials["1"].reason

@@ -197,6 +197,7 @@ def test_a_trial_scores_its_best_epoch_before_its_goal():
         (139, "SIGSEGV", "killed", Failed(reason="worker-1: killed", last_lines=("a",))),
         (137, "SIGKILL", "killed", Killed(reason="worker-1: killed")),
         (75, None, "peer", Killed(reason="worker-1: peer")),
+        (75, None, "", Killed(reason="[launch] no", has_started=False)),
         (143, None, "", Killed(reason="stopped by a signal (exit code 143)")),
         (-9, None, "", Killed(reason="the launcher was killed by signal 9")),
         (2, None, "", Failed(reason="[launch] no", last_lines=("[launch] no",))),
@@ -280,6 +281,18 @@ def test_a_host_that_cannot_start_trials_is_closed(monkeypatch):
     assert hosts.flags(b) == ["--hosts", "b:1"]
     hosts.close("b", EXIT_USAGE, "b: Permission denied")
     assert refused(hosts.slots) == ("--hosts", "no-hosts")
+
+
+def test_a_trial_whose_host_is_not_ready_has_not_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        LauncherRunner, "command", lambda *_: ["/bin/sh", "-c", "echo gone; exit 75"]
+    )
+    runner = local_runner()
+    runner.elsewhere = TrialHosts(hosts={"a": 1}, tasks=1)
+    job = TrialJob(run_dir=tmp_path / "0", flags=(), goal=GOAL, slot=Slot(host="a"))
+    trial = runner.start(job)
+    runner.wait([trial], 10.0)
+    assert trial.poll() == Killed(reason="gone", has_started=False)
 
 
 def test_trials_get_gpus_hidden_from_the_sweep(monkeypatch):

@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str]) -> TrainCommand:
     made = flags_of(TrainFlags)
     words = [underscored(word, made) if word.startswith("--") else word for word in arguments]
     _check_names(words)
-    nulls = [word for word in words if re.fullmatch(r"--config\.[\w.]+=(null|None)", word)]
+    nulls = [word for word in words if re.fullmatch(r"--config\.\w+=(null|None)", word)]
     words = [word for word in words if word not in nulls]
     path = _config_file(words)
     sys.modules.pop("config_config", None)  # config_flags would run a file in an earlier namespace

@@ -321,10 +321,19 @@ def request_of(model: Any, x: Any, y: Any, path: Path) -> dict[str, Any]:
     from tfdist.data.resolve import as_source
     from tfdist.data.source import spec_of_batches
 
+    spec = spec_of_batches(as_source(x, y))
+    parts = [part for part in keras.tree.flatten(spec) if part is not None]
+    require(
+        all(part.shape[1:].is_fully_defined() for part in parts),
+        "find_batch_size",
+        "the examples have a dimension of unknown size",
+        fix="pass a few batches of the largest size, such as arrays of padded examples",
+        code="unsupported-data",
+    )
     with saveable(model, where="find_batch_size", fix=_REGISTER):
         model.save(path)
     policy = keras.config.dtype_policy().name
-    return {"model": str(path), "spec": spec_of_batches(as_source(x, y)), "dtype_policy": policy}
+    return {"model": str(path), "spec": spec, "dtype_policy": policy}
 
 
 # Free memory for a new process: in its control groups, on the machine, on its GPUs.

@@ -483,14 +483,14 @@ def read_model(
     """Return the model in `source`, without a strategy, and the origin of its weights.
 
     The source is a `.keras` file (read in Keras' safe mode), a run directory of `tfdist.train`, a
-    directory written by `tfdist.BackupAndRestore`, or a sweep. A sweep stands for the best model of
-    its best trial. `make` is a ``file.py:function`` that returns the checkpoints' model, or the
+    directory written by `tfdist.BackupAndRestore`, or a sweep of `tfdist.tune` (the best checkpoint
+    of its best trial). `make` is a ``file.py:function`` that returns the checkpoints' model, or the
     ``model.json`` of `PublishModel`. Raises UsageError if the file or checkpoint is missing or
     belongs to another model.
     """
     if (source / JOURNAL).is_file():
-        source = _best_run(source, make=make)
-        if source.is_dir() and step is None:
+        source = _best_run(source)
+        if step is None:
             best = RunStore(_checkpoints_in(source)).best() is not None
     if source.suffix == ".keras":
         problem = "--step, --best and --model need checkpoints, not a .keras file"
@@ -543,18 +543,18 @@ def newest_in(source: Path, *, best: bool = False) -> str | None:
     return None if written_at is None else f"{step}:{written_at}"
 
 
-def _best_run(sweep: Path, *, make: str | None) -> Path:
+def _best_run(sweep: Path) -> Path:
     """Return the run directory of a sweep's best trial.
 
-    Raises UsageError if the trial is of a Python program and `make` is `None`.
+    Raises UsageError for a trial of a Python program: its checkpoint is of its last epoch.
     """
     _, trial = best_trial(sweep, where=str(sweep))
     run = RunDirectory(sweep / TRIALS / trial.run)
     require(
-        make is not None or run.config_file.exists(),
+        run.config_file.exists(),
         str(sweep),
-        f"trial {trial.id} has checkpoints without a model",
-        fix="if a program made the model, pass its function: --model train.py:make_model",
+        f"a Python program has made the model of trial {trial.id}",
+        fix="in this program, pass tuner.get_best_models()[0] to tfdist.export_model",
         code="no-model",
     )
     return run.path

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -138,7 +139,13 @@ class ServedModel:
                     signature.call(*[np.repeat(array[:1], size, axis=0) for array in call.arrays])
 
     def answer(self, requests: Sequence[tuple[FrameKind, bytes]]) -> list[bytes | RequestError]:
-        """Return the answers in the order of the requests. Compatible requests share a call."""
+        """Return the answers in the order of the requests."""
+        return [one for _, one in sorted(itertools.chain(*self.answers(requests)))]
+
+    def answers(
+        self, requests: Sequence[tuple[FrameKind, bytes]]
+    ) -> Iterator[list[tuple[int, bytes | RequestError]]]:
+        """Yield each call's answers by number of request. Compatible requests share a call."""
         calls = [self._decoded(kind, payload) for kind, payload in requests]
         groups: dict[object, list[tuple[int, Call]]] = {}
         for at, call in enumerate(calls):
@@ -147,13 +154,11 @@ class ServedModel:
                 shapes = tuple(array.shape[1:] for array in call.arrays)
                 key = (call.signature, shapes) if shares else at
                 groups.setdefault(key, []).append((at, call))
-        answers = [b"" if isinstance(call, Call) else call for call in calls]
+        yield [(at, call) for at, call in enumerate(calls) if not isinstance(call, Call)]
         for members in groups.values():
             for batch in self._batches(members):
                 found = self._run([call for _, call in batch])
-                for (at, _), answer in zip(batch, found, strict=True):
-                    answers[at] = answer
-        return answers
+                yield [(at, answer) for (at, _), answer in zip(batch, found, strict=True)]
 
     def _batches(self, members: Sequence[tuple[int, Call]]) -> Iterator[list[tuple[int, Call]]]:
         """Yield batches of calls. A call with more rows than the limit is a batch of one call."""

@@ -85,9 +85,10 @@ def _serve(model: ServedModel, connection: socket.socket, *, max_batch: int) -> 
         if not waiting:
             return
         batch, waiting = waiting[:max_batch], waiting[max_batch:]
-        answers = model.answer([(frame.kind, frame.payload) for frame in batch])
-        pairs = zip(batch, answers, strict=True)
-        connection.sendall(b"".join(_encoded(frame.id, one, len(batch)) for frame, one in pairs))
+        # Send the answers of each call at once: a replica that is silent for `hang_s` is killed.
+        for answers in model.answers([(frame.kind, frame.payload) for frame in batch]):
+            frames = (_encoded(batch[at].id, answer, len(batch)) for at, answer in answers)
+            connection.sendall(b"".join(frames))
 
 
 def _received(connection: socket.socket, buffer: FrameBuffer, *, wait: bool) -> list[Frame]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import keras
 
 from tfdist.errors import EXIT_OK, TfdistError
-from tfdist.options import JobOptions
+from tfdist.options import TRIAL, JobOptions
 from tfdist.outputs.run_directory import RunDirectory
 from tfdist.strategy import Job, barrier, current_job
 from tfdist.training.callbacks import writes_files
@@ -164,7 +165,9 @@ def metrics_file(
 ) -> list[keras.callbacks.Callback]:
     """Return [the writer of `metrics.jsonl`], or [] without a directory or with another writer."""
     options = job.config.options if job.config else JobOptions()
-    if options.run_dir is None or any(getattr(c, "writes_metrics", False) for c in callbacks):
+    # In a trial of a sweep, the file has only the trial's epochs.
+    has_writer = TRIAL in os.environ or any(getattr(c, "writes_metrics", False) for c in callbacks)
+    if options.run_dir is None or has_writer:
         return []
     directory = RunDirectory(options.run_dir)
     if options.probe_s is not None:

@@ -219,7 +219,7 @@ class Chief:
             self._end(trial, outcome)
             return
         reached = len(self._runner.metrics(self._run_dir(trial)))
-        kills = (trial.kills if reached <= trial.reached else 0) + 1
+        kills = (trial.kills if reached <= trial.reached else 0) + outcome.has_started
         if kills > KILLS_AT_MOST:
             reason = f"killed {kills} times without progress (last: {outcome.reason})"
             self._end(trial, Failed(reason=reason))

@@ -208,6 +208,13 @@ def search(  # noqa: D417, PLR0913
         complete_space(tuner)
     if not tuner.oracle.trials:  # the sweep had finished before this start
         lines = read(options.sweep_dir / JOURNAL)
+        require(
+            lines,
+            "sweep_dir",
+            f"in this trial, the program searches in {options.sweep_dir}, which has no sweep",
+            fix="use a path that is the same in each run of the program, without the time",
+            code="not-a-run",
+        )
         search_of(tuner, options.sweep_dir, lines[0]).replay(lines, is_over=True)
     tuner.directory, tuner.project_name = str(options.sweep_dir), PROJECT
 

@@ -60,7 +60,7 @@ def run_assigned(
 
     if own_fit(tuner) is None:  # Keras' fit does not accept the settings of `Run`
         settings = {name: kwargs[name] for name in SETTINGS if name in kwargs}
-        callbacks = [*(kwargs.get("callbacks") or []), Run(**settings)]
+        callbacks = [*(kwargs.get("callbacks") or []), *([Run(**settings)] if settings else [])]
         kwargs = {**kwargs, "callbacks": callbacks}
         kwargs = {name: value for name, value in kwargs.items() if name not in SETTINGS}
     with fits_by(fit_trial):

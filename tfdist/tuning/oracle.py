@@ -42,9 +42,9 @@ class SearchSpace:
     """
 
     def __init__(self, path: str, config: Any) -> None:
-        self._path = path
+        self._path = path.partition(":")[0]  # of file.py:argument
         self._config = config
-        self._build = _load(path)
+        self._build = _load(self._path)
         self.hyperparameters = discover_space(self._built, keras_tuner.HyperParameters())
         self.description = describe_space(self.hyperparameters)
 

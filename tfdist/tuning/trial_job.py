@@ -127,6 +127,8 @@ class Killed:
     """Outcome of a job that an external event ended. The sweep can restart the trial."""
 
     reason: str
+    has_started: bool = True
+    """Whether its host was ready in time. If not, the trial is not the cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +196,8 @@ def failure_of(
     cause = failure.get("cause")
     if not cause:
         reason = last_lines[-1] if last_lines else f"exit code {exit_code}"
+        if exit_code == EXIT_PEER_MISSING and report is None:  # Ray has no room
+            return Killed(reason=reason, has_started=False)
         return Failed(reason=reason, last_lines=tuple(last_lines))
     reason = f"{failure.get('task')}: {cause}"
     if exit_code == EXIT_PEER_MISSING or _was_killed(attempts[-1], failure.get("task")):
@@ -426,7 +430,7 @@ class LaunchedTrial:
         if elsewhere is not None and host is not None and is_lost:
             why = last_lines[-1] if last_lines else f"exit code {status}"
             elsewhere.close(host, status, why)
-            return Killed(reason=why)
+            return Killed(reason=why, has_started=is_new)
         return failure_of(status, report=report if is_new else None, last_lines=last_lines)
 
     def _wait_for_directory(self) -> Outcome | None:

@@ -29,8 +29,10 @@ class FakeModel:
     def warm_up(self, directory: Path) -> None:
         pass
 
-    def answer(self, requests: Sequence[tuple[FrameKind, bytes]]) -> list[bytes | RequestError]:
-        return [self._one(kind, payload) for kind, payload in requests]
+    def answers(
+        self, requests: Sequence[tuple[FrameKind, bytes]]
+    ) -> list[list[tuple[int, bytes | RequestError]]]:
+        return [[(at, self._one(kind, payload)) for at, (kind, payload) in enumerate(requests)]]
 
     def _one(self, kind: FrameKind, payload: bytes) -> bytes | RequestError:
         if kind is FrameKind.REST_METADATA:
