@@ -75,7 +75,7 @@ def _cells(one: Option) -> tuple[str, str, str]:
 def _under(one: Option) -> str:
     """Return the strategies that use an option, if not all do."""
     several = tuple(name for name, kind in KINDS.items() if kind.has_several_tasks)
-    names = "several tasks" if one.strategies == several else " and ".join(one.strategies)
+    names = "several tasks" if one.strategies == several else ", ".join(one.strategies)
     return f"under {names}: " if names else ""
 
 

@@ -228,6 +228,7 @@ def test_settings_of_the_user_have_priority():
             {"chief-0": "-1", "worker-0": "0", "worker-1": "1", "worker-2": "0", "ps-0": "-1"},
         ),
         ("--workers 2", "", {"worker-0": "-1", "worker-1": "-1"}),
+        ("--elastic --workers 2", "0", {"worker-0": "-1", "worker-1": "-1"}),
     ],
 )
 def test_gpus_are_divided_among_the_workers(line, gpus, visible):

@@ -279,11 +279,10 @@ def divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]:
     Raises:
         UsageError: The machine has too few GPUs.
     """
-    gpus = job.machine.gpus
-    if not gpus:
-        return {}
+    gpus, kind = job.machine.gpus, job.kind
+    if not gpus or kind.is_elastic:
+        return dict.fromkeys(here if gpus else (), "-1")  # elastic workers use CPUs
     workers = [task for task in here if task.type == "worker"]
-    kind = job.kind
     most = 1 if kind.has_several_tasks and kind.has_one_device else len(gpus)  # for one task
     each = job.options.devices_per_worker or min(most, len(gpus) // max(1, len(workers)) or 1)
     shared = not kind.is_synchronous and each == 1  # collectives of two tasks cannot share a GPU
