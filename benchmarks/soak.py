@@ -65,7 +65,7 @@ class Running:
         environ = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
         with open(self.out / "output.log", "ab") as output:
             self.launcher = subprocess.Popen(
-                bound_command(command, signum=signal.SIGTERM),
+                bound_command(command),
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -1,10 +1,12 @@
 """What tests do with processes: run a new Python to its end, and wait for what others do."""
 
+import contextlib
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -27,4 +29,15 @@ def until(
     while not (found := true()):
         assert time.monotonic() < end_s, why()
         pause.wait(0.02)
+    return found
+
+
+def agents(mark: str = "") -> list[int]:
+    """Return the process ids of the launcher's agents, of those with `mark` in their variables."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line, environ = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
+            is_agent = line.startswith(sys.executable.encode()) and b"bootstrap.py\0agent" in line
+            found += [int(path.name)] * (is_agent and mark.encode() in environ)
     return found

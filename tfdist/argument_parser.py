@@ -11,14 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from tfdist.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    Stopped,
-    TfdistError,
-    UsageError,
-    near,
-)
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, Stopped, TfdistError, UsageError, near
 from tfdist.options import underscored
 from tfdist.renamed import instead_of
 

@@ -157,7 +157,6 @@ def require_number(
     least: float | None = None,
     unit: str = "",
     fix: str = "",
-    code: str = "not-a-number",
 ) -> float:
     """Return `value` as a finite float greater than `above` and at least `least`."""
     if not isinstance(value, bool) and isinstance(value, numbers.Real):
@@ -174,7 +173,7 @@ def require_number(
         where,
         " ".join([f"{value!r} is not a finite number", *([f"of {unit}"] if unit else []), *bounds]),
         fix=fix or ("pass a number in this range" if bounds else "pass a finite number"),
-        code=code,
+        code="not-a-number",
     )
 
 

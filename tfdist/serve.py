@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tfdist.argument_parser import Parser, reading_file, run_program
+from tfdist.cluster.address import is_loopback
 from tfdist.errors import (
     EXIT_OK,
     UsageError,
@@ -74,8 +75,6 @@ def _serve(argv: Sequence[str] | None) -> int:
 
 def _check(options: Any) -> None:
     require_packages("tfdist.serve", *_NEEDED, "tensorflow_serving", extra="serving")
-    from tfdist.serving.protocol import is_loopback
-
     for flag in ("replicas", "max_batch", "max_queue", "max_body_mib"):
         require_int(f"--{flag}", getattr(options, flag), least=1)
     require(

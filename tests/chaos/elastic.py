@@ -39,9 +39,7 @@ class Job:
         self._workers = workers
         self._log = run_dir.with_suffix(".log")
         with self._log.open("wb") as log:
-            command = bound_command(
-                [sys.executable, "-m", "tfdist.launch", *words], signum=signal.SIGTERM
-            )
+            command = bound_command([sys.executable, "-m", "tfdist.launch", *words])
             self._process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
     def disturb(self, draw: random.Random) -> None:

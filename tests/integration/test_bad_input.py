@@ -108,10 +108,6 @@ def test_zero_epochs_leave_the_model_unchanged(strategies):
 # Models
 
 
-def uncompiled(strategy):
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-
-
 ACTS = {
     "fit": lambda model: fit(model, X, Y),
     "evaluate": lambda model: tfdist.evaluate(model, X, Y),

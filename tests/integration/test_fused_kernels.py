@@ -38,9 +38,7 @@ class DerivedDense(L.Dense):
 
 
 def trace_of(*, fused=True):
-    return keras_compat.StepTrace(
-        num_replicas=1, share=1.0, examples=4, random_key=tf.zeros([2], tf.int32), fused=fused
-    )
+    return keras_compat.bare_trace(4, fused=fused)
 
 
 def computed(layer, x, *, fused, training=True, **given):

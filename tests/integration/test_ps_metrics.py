@@ -88,10 +88,7 @@ def in_a_step(update):
 
     def step():
         local = {id(metric.total): tf.zeros([])}
-        trace = keras_compat.StepTrace(
-            num_replicas=1, share=1.0, examples=1, random_key=tf.zeros([2], tf.int32), local=local
-        )
-        with keras_compat.tracing(trace):
+        with keras_compat.tracing(keras_compat.bare_trace(1, local=local)):
             update(lambda: metric.update_state([2.0]))
         return local[id(metric.total)]
 

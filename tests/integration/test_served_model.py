@@ -10,11 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from google.protobuf import json_format
-from tensorflow_serving.apis import (
-    get_model_metadata_pb2,
-    get_model_status_pb2,
-    predict_pb2,
-)
+from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, predict_pb2
 
 import tfdist
 from tests.mutations import mutated

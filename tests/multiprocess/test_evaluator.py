@@ -7,14 +7,7 @@ import keras
 import pytest
 
 from tests.multiprocess.jobs import report
-from tests.multiprocess.trainings import (
-    DEADLINE_S,
-    FLAGS,
-    PROGRAMS,
-    STEPS,
-    TrainingJob,
-    summary_of,
-)
+from tests.multiprocess.trainings import DEADLINE_S, FLAGS, PROGRAMS, STEPS, TrainingJob, summary_of
 from tfdist.outputs.run_directory import Evaluations
 
 pytestmark = pytest.mark.slow

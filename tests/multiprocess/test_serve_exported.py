@@ -16,10 +16,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow_serving.apis import (
-    predict_pb2,
-    prediction_service_pb2_grpc,
-)
+from tensorflow_serving.apis import predict_pb2, prediction_service_pb2_grpc
 
 import tfdist
 from benchmarks import load

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,20 +26,28 @@ FLAGS = (
 )  # fmt: skip
 
 
-def ended(
-    run_dir: Path, *arguments: str, timeout_s: float, start: Start = forked, **env: str
-) -> tuple[int, str]:
-    """Runs a job to its end; returns its exit code and what it said, of all tasks."""
+def started(
+    run_dir: Path, *arguments: str, start: Start, env: Mapping[str, str], **more: Any
+) -> subprocess.Popen[str]:
+    """Starts a job, whose output is a pipe."""
     command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir)]
     with start() as (flags, fds, variables):
-        process = subprocess.Popen(
+        return subprocess.Popen(
             [*command, *flags, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             pass_fds=fds,
             env={**os.environ, **variables, **env},
+            **more,
         )
+
+
+def ended(
+    run_dir: Path, *arguments: str, timeout_s: float, start: Start = forked, **env: str
+) -> tuple[int, str]:
+    """Runs a job to its end; returns its exit code and what it said, of all tasks."""
+    process = started(run_dir, *arguments, start=start, env=env)
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -68,17 +76,13 @@ class TrainingJob:
     ) -> None:
         self.run_dir = run_dir
         self.directory = RunDirectory(run_dir)
-        command = [sys.executable, "-m", "tfdist.launch", "--run_dir", str(run_dir), *launch]
-        with start() as (flags, fds, variables):
-            self.process = subprocess.Popen(
-                [*command, *flags, "--grace_s", "60", *program],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                pass_fds=fds,
-                env={**os.environ, **variables},
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            )
+        self.process = started(
+            run_dir,
+            *(*launch, "--grace_s", "60", *program),
+            start=start,
+            env={},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         self.said: list[str] = []
         # Its output is read all the while, so that it never waits for us.
         self._reader = threading.Thread(target=lambda: self.said.extend(self.process.stdout or ()))

@@ -1,6 +1,5 @@
 """Jobs by ssh over a network that fails: each goes on, or ends in one line that names the host."""
 
-import contextlib
 import json
 import os
 import re
@@ -14,6 +13,7 @@ import pytest
 
 from tests.multiprocess.jobs import DEADLINE_S, PAUSE, children, report
 from tests.networks.conftest import ADDRESSES
+from tests.processes import agents
 from tfdist.errors import EXIT_PEER_MISSING, EXIT_USAGE
 
 TRAIN = "import runpy; runpy.run_module('tfdist.train', run_name='__main__', alter_sys=True)"
@@ -30,17 +30,6 @@ def train(job, *flags, **more):
 
 def summary():
     return json.loads(Path("run/summary.json").read_text())
-
-
-def agents(network):
-    """Returns the process ids of the agents on beta."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            line = (path / "cmdline").read_bytes()
-            if line.startswith(sys.executable.encode()) and b"bootstrap.py\0agent" in line:
-                found.append(int(path.name))
-    return found
 
 
 @pytest.mark.timeout(1000)
@@ -83,7 +72,7 @@ def test_a_killed_agent_or_ssh_leaves_weights_unchanged(job, network):
         first = train(job, "--max_restarts", "1")
         first.read_until(r"Epoch [3-6]/8")
         (ssh,) = (p for p, line in children(first.process.pid).items() if line.startswith("ssh"))
-        for pid in agents(network) if what == "agent" else [ssh]:
+        for pid in agents() if what == "agent" else [ssh]:
             os.kill(pid, signal.SIGKILL)
         assert first.end() == 0
         attempts = report("run")["attempts"]

@@ -1,17 +1,16 @@
 """Jobs in an allocation: agents started by srun, programs in a step, and what is wrong."""
 
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.multiprocess.jobs import children
+from tests.processes import agents
 from tests.slurm.cluster import NODES
 from tests.slurm.jobs import CONFIG, DEADLINE_S, PROGRAM, ROOT, assert_same, launched, summary_of
 from tfdist.outputs.sweep_journal import fold, read
@@ -32,18 +31,6 @@ def allocation(slurm):
     listed = {"SLURM_JOB_NODELIST": nodes.stdout.strip(), "SLURMD_NODENAME": NODES[0]}
     yield {"SLURM_JOB_ID": job_id[1], "SLURM_JOBID": job_id[1], **listed}
     slurm.cluster.ask("scancel", job_id[1])
-
-
-def agents(slurm):
-    """Returns the process ids of the agents of this cluster."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            line = (path / "cmdline").read_bytes()
-            is_of_cluster = str(slurm.cluster.folder).encode() in (path / "environ").read_bytes()
-            if is_of_cluster and line.startswith(sys.executable.encode()):
-                found += [int(path.name)] * (b"bootstrap.py\0agent" in line)
-    return found
 
 
 def test_one_launcher_runs_a_job_on_all_nodes(slurm, allocation):
@@ -94,7 +81,7 @@ def test_a_killed_agent_is_named_and_changes_no_weights(slurm, allocation, kille
     said = slurm.folder / "launch.out"
     slurm.cluster.until(lambda: "epoch 1 begins" in said.read_text(), "a step", within_s=DEADLINE_S)
     if killed == "agent":
-        (pid,) = agents(slurm)
+        (pid,) = agents(str(slurm.cluster.folder))
     else:
         (pid,) = (p for p, line in children(process.pid).items() if line.startswith("srun"))
     os.kill(pid, signal.SIGKILL)

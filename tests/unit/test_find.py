@@ -9,13 +9,7 @@ from tfdist import check
 from tfdist.check import available_bytes
 from tfdist.errors import TfdistError, UsageError
 from tfdist.find import batch_size
-from tfdist.find.batch_size import (
-    BatchTrial,
-    failure,
-    largest,
-    memory_limits,
-    search,
-)
+from tfdist.find.batch_size import BatchTrial, failure, largest, memory_limits, search
 from tfdist.launch.machine import memory_groups
 
 

@@ -10,12 +10,7 @@ import pytest
 from tests.refusals import refused
 from tfdist.launch import job_run
 from tfdist.launch.__main__ import main
-from tfdist.launch.options import (
-    Program,
-    check_program,
-    imports_tensorflow,
-    parse,
-)
+from tfdist.launch.options import Program, check_program, imports_tensorflow, parse
 from tfdist.options import LaunchFlags, names_of
 
 

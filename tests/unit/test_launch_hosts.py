@@ -209,7 +209,7 @@ def alike(tmp_path, environ=None, *, text="x", args="--lr 1"):
     script, config = tmp_path / "train.py", tmp_path / "mnist.py"
     script.write_text(text)
     program = parse([str(script), *args.format(config).split()]).program
-    return terms(environ or {}, program=program, program_file=str(script))
+    return terms(environ or {}, program=program, search=())
 
 
 def test_settings_of_one_host_make_no_difference(tmp_path):

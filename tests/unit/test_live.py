@@ -15,13 +15,7 @@ from tests.unit.test_report import RUNS
 from tfdist import top
 from tfdist.cluster import Task
 from tfdist.launch.events import Awakening, Beat, Ended, Started
-from tfdist.launch.live import (
-    MAX_BINS,
-    AttemptHistory,
-    LiveStatus,
-    metrics_server,
-    prometheus_text,
-)
+from tfdist.launch.live import MAX_BINS, AttemptHistory, LiveStatus, metrics_server, prometheus_text
 from tfdist.launch.state import JobState
 from tfdist.loopback import listen, make_server
 from tfdist.report.run_records import read_run

@@ -163,7 +163,7 @@ def test_unencodable_output_does_not_end_the_job(monkeypatch):
     output = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", output)
     text = r"printf '\342\226\210 \303\274 \374'; kill -9 $$"
-    monkeypatch.setattr(spawning, "bound_command", lambda command, signum: ["sh", "-c", text])
+    monkeypatch.setattr(spawning, "bound_command", lambda command: ["sh", "-c", text])
     assert RUN([]) == (137, False, ["\u2588 \xfc \ufffd"])
     assert output.buffer.getvalue() == b"\\u2588 \xfc \\ufffd"
 

@@ -11,11 +11,7 @@ from tests.unit.sweep_world import FAILED, FakeSearch, World, flags_of, trials_i
 from tfdist.errors import UsageError
 from tfdist.outputs.sweep_journal import Trial, read
 from tfdist.tuning.chief import IDLE
-from tfdist.tuning.trial_job import (
-    Failed,
-    Goal,
-    Killed,
-)
+from tfdist.tuning.trial_job import Failed, Goal, Killed
 
 GOAL = Goal(objective="val_accuracy", direction="max")
 KILLED = Killed(reason="chief-0: killed by SIGKILL")

@@ -27,13 +27,7 @@ from tfdist.checkpoint.publish import PublishModel
 from tfdist.checkpoint.remote import RemoteCheckpoints, is_remote, local_directory, put
 from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.store import Checkpoint, NothingWhole
-from tfdist.errors import (
-    UsageError,
-    require,
-    require_int,
-    require_number,
-    require_one_of,
-)
+from tfdist.errors import UsageError, require, require_int, require_number, require_one_of
 from tfdist.files import move_aside, one_line_errors, replacing
 from tfdist.renamed import without_renamed
 from tfdist.strategy import Job, broadcast, is_chief, run_dir
@@ -342,7 +336,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         checkpoint = self.store.read(self._found_step) if job.is_chief else None
         if checkpoint is not None:
             self._require_same(model, job, checkpoint.meta)
-            model_state.require_shapes(model, job, checkpoint.arrays, where=self._where)
+            model_state.require_shapes(model, checkpoint.arrays, where=self._where)
         model_state.restore(model, job, checkpoint.arrays if checkpoint else None)
         saved = broadcast(None if checkpoint is None else _of_all_tasks(checkpoint))
         self._saved_run = RunState(**saved["run"])

@@ -196,7 +196,7 @@ def require_same_variables(
     )
 
 
-def require_shapes(model: keras.Model, job: Job, arrays: Mapping[str, Any], *, where: str) -> None:
+def require_shapes(model: keras.Model, arrays: Mapping[str, Any], *, where: str) -> None:
     """Raise UsageError if `restore` could not set a variable from its array."""
     for name, variable in variables_of(model).items():
         shape = tuple((part_of(variable) or variable).shape)

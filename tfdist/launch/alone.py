@@ -22,14 +22,9 @@ _is_training = False
 
 
 def watch(module: ModuleType, owner: str, names: tuple[str, ...], *, task: str, claim: str) -> None:
-    """Wrap the training methods of a Keras class with the check.
+    """Wrap the methods `names` of the class `owner`, in a new module of Keras, with the check.
 
-    Args:
-      module: Keras module that was just imported.
-      owner: Name of the class.
-      names: Training methods of the class.
-      task: Name of this task.
-      claim: Path of the file that lists the job's tasks that train separate models.
+    `claim` is the path of the file that lists the job's tasks that train separate models.
     """
     kind = getattr(module, owner)
     for name in names:

@@ -37,14 +37,12 @@ def die_with(parent: int, signum: int = signal.SIGKILL) -> None:
         os._exit(128 + signum)
 
 
-def bound_command(command: Sequence[str], *, signum: int = signal.SIGKILL) -> list[str]:
-    """Return a command that runs `command` and is signalled when this process exits.
+def bound_command(command: Sequence[str]) -> list[str]:
+    """Return a command that runs a launcher and sends SIGTERM to it when this process exits.
 
-    The first word of `command` is a path. If `command` is a launcher, use SIGTERM: the launcher
-    then tells its tasks to save.
+    The launcher then tells its tasks to save. The first word of `command` is a path.
     """
-    words = (_BOUND, str(os.getpid()), str(int(signum)))
-    return [sys.executable, "-I", "-S", __file__, *words, *command]
+    return [sys.executable, "-I", "-S", __file__, _BOUND, str(os.getpid()), *command]
 
 
 def bootstrap_command(module: str, *args: str) -> list[str]:
@@ -230,6 +228,6 @@ def _is_marked(pid: int, mark: str) -> bool:
 
 if __name__ == "__main__":
     if sys.argv[1] == _BOUND:
-        die_with(int(sys.argv[2]), int(sys.argv[3]))
-        os.execv(sys.argv[4], sys.argv[4:])
+        die_with(int(sys.argv[2]), signal.SIGTERM)
+        os.execv(sys.argv[3], sys.argv[3:])
     main(sys.argv[1])

@@ -19,13 +19,7 @@ from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.files import write_json
 from tfdist.launch.agent import lock_host
 from tfdist.launch.diagnosis import Watchdog
-from tfdist.launch.ending import (
-    closing_lines,
-    command_of,
-    continued_run,
-    resume_command,
-    shown,
-)
+from tfdist.launch.ending import closing_lines, command_of, continued_run, resume_command, shown
 from tfdist.launch.events import (
     STOP_CODES,
     Message,
@@ -54,20 +48,8 @@ from tfdist.launch.multihost.hosts import (
 from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.node import Node
 from tfdist.launch.multihost.pipe import Pipe
-from tfdist.launch.options import (
-    LaunchOptions,
-    Program,
-    check_program,
-    file_of_program,
-    imports_tensorflow,
-)
-from tfdist.launch.plan import (
-    JobDescription,
-    decided_kind,
-    divide_gpus,
-    render,
-    start_method,
-)
+from tfdist.launch.options import LaunchOptions, Program, check_program, imports_tensorflow
+from tfdist.launch.plan import JobDescription, decided_kind, divide_gpus, render, start_method
 from tfdist.launch.processes import JobProcesses, LocalProcesses
 from tfdist.launch.run_dir import (
     REPORT_FILE,
@@ -119,7 +101,7 @@ def run_job(
     job = _described(options, group, environ, run_dir=run_dir, search=search)
     job = dataclasses.replace(job, given=given)
     if group is not None:
-        return _run_on_hosts(job, group, terms=_terms(job, search))
+        return _run_on_hosts(job, group, search=search)
     if options.dry_run:
         return _show(job)
     divide_gpus(job, job.local_tasks)  # raises before the run directory exists
@@ -141,8 +123,7 @@ def serve(first: Message, pipe: Pipe) -> int:
     job = _described(options, group, environ, run_dir=Path(first["run_dir"]), search=search)
     host = group.hosts[group.rank]
     own = first["at"] or _address_of_agent(host, environ, launcher=first["from"])
-    terms = _terms(job, search)
-    return _run_on_hosts(job, group, own=own, terms=terms, pipe=pipe, hold=(lock,))
+    return _run_on_hosts(job, group, search=search, own=own, pipe=pipe, hold=(lock,))
 
 
 def _address_of_agent(host: str, environ: Mapping[str, str], *, launcher: str) -> str:
@@ -181,12 +162,6 @@ def _described(
         run_dir=run_dir,
         start=start if has_tasks else "exec",
     )
-
-
-def _terms(job: JobDescription, search: Sequence[str]) -> dict[str, str]:
-    program = job.options.program
-    program_file = file_of_program(program, search=search)
-    return terms(job.environ, program=program, program_file=program_file)
 
 
 def _check_tf_config(program: Program, environ: Mapping[str, str]) -> None:
@@ -249,7 +224,7 @@ def _run_on_hosts(  # noqa: D417
     job: JobDescription,
     group: Group,
     *,
-    terms: Mapping[str, str],
+    search: Sequence[str],
     own: str = "",
     pipe: Pipe | None = None,
     hold: Sequence[int] = (),
@@ -257,7 +232,7 @@ def _run_on_hosts(  # noqa: D417
     """Run this host's part of a job on several hosts. Return the exit code of the whole job.
 
     Args:
-      terms: Versions, file digests and variables that must be equal on all hosts.
+      search: Directories in which the program's module is searched for.
       own: Address of this host (default: found automatically).
       pipe: Connection of an agent to its launcher, or `None` in the launcher.
       hold: File descriptors to close after the last task has exited.
@@ -279,7 +254,7 @@ def _run_on_hosts(  # noqa: D417
             job=job,
             group=group,
             own=own,
-            terms=terms,
+            terms=terms(job.environ, program=job.options.program, search=search),
             ports=ports,
             screen=screen,
             processes=processes,

@@ -47,8 +47,13 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
     with contextlib.suppress(OSError, ValueError):  # no control group, or "max"
         quota, period = (_CGROUPS / "cpu.max").read_text().split()
         cpus = max(1, min(cpus, math.ceil(int(quota) / int(period))))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        gpus = listed_gpus(nvidia_smi("-L", environ=environ))
+    else:
+        gpus = visible_gpus(visible)
     driver = any(Path(node).exists() for node in _GPU_NODES)
-    return Machine(cpus=cpus, gpus=_gpus_of_machine(environ), has_gpu_driver=driver)
+    return Machine(cpus=cpus, gpus=gpus, has_gpu_driver=driver)
 
 
 def control_groups(membership: Path, *, root: Path = _CGROUPS) -> Iterator[Path]:
@@ -93,12 +98,6 @@ def counters(path: Path) -> dict[str, int]:
         return {name: int(count) for name, count in pairs}
     except (OSError, ValueError):
         return {}
-
-
-def _gpus_of_machine(environ: Mapping[str, str]) -> tuple[str, ...]:
-    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return visible_gpus(visible)
-    return listed_gpus(nvidia_smi("-L", environ=environ))
 
 
 def nvidia_smi(*words: str, environ: Mapping[str, str] = os.environ) -> str:

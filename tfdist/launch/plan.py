@@ -11,16 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tfdist.cluster import (
-    AUTO,
-    KINDS,
-    ClusterSpec,
-    Kind,
-    Task,
-    TaskConfig,
-    job_configs,
-    settings,
-)
+from tfdist.cluster import AUTO, KINDS, ClusterSpec, Kind, Task, TaskConfig, job_configs, settings
 from tfdist.cluster.address import split_address
 from tfdist.cluster.tf_config import VARIABLE, encode
 from tfdist.launch.machine import Machine

@@ -5,8 +5,8 @@ The report lists all attempts, with the tasks and the root cause of each attempt
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import os
 import re
 import secrets
@@ -24,6 +24,7 @@ from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import signal_name
 from tfdist.launch.multihost.host_agreement import without_secrets
 from tfdist.launch.state import JobState, TaskRecord
+from tfdist.outputs.run_directory import read_json
 
 RUNS = "runs"
 """Directory of the run directories that the launcher names."""
@@ -202,12 +203,10 @@ def _rounded(seconds: float | None) -> float | None:
 
 def earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:
     """Return the attempts in this directory's report, or [] if the report is unreadable."""
-    try:
-        report = json.loads((run_dir / REPORT_FILE).read_text())
-        attempts = report["attempts"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return attempts if isinstance(attempts, list) else []
+    with contextlib.suppress(TfdistError):
+        attempts = (read_json(run_dir / REPORT_FILE) or {}).get("attempts")
+        return attempts if isinstance(attempts, list) else []
+    return []
 
 
 def description_of_job(strategy: str, *, argv: Sequence[str]) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def _run(flags: Sequence[str]) -> tuple[int, bool, Sequence[str]]:
     launcher = [sys.executable, "-m", "tfdist.launch", *flags]
     with _interrupts_to(on_interrupt):
         process = subprocess.Popen(
-            bound_command(launcher, signum=signal.SIGTERM),
+            bound_command(launcher),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -250,11 +250,6 @@ class JobState:
         """Return the tasks that were started and have not exited."""
         return [task for task, state in self.tasks.items() if state.is_running]
 
-    @property
-    def has_running(self) -> bool:
-        """Return whether any task is running."""
-        return any(state.is_running for state in self.tasks.values())
-
     def is_running(self, task: Task) -> bool:
         """Return whether a task was started and has not exited."""
         known = self.tasks.get(task)
@@ -264,7 +259,7 @@ class JobState:
     def is_over(self) -> bool:
         """Return whether all tasks have exited, or some did not exit after SIGKILL."""
         is_given_up = self.is_killed and self.now_s >= self.deadline_s
-        return is_given_up or not self.has_running
+        return is_given_up or not self.running
 
     @property
     def exit_code(self) -> int:
@@ -281,7 +276,7 @@ class JobState:
     @property
     def restart(self) -> str:
         """Return the reason to restart the whole job, or "" if it must not restart."""
-        is_worth_it = self.verdict.restart and self.stop_signal is None and not self.has_running
+        is_worth_it = self.verdict.restart and self.stop_signal is None and not self.running
         return self.verdict.reason if is_worth_it else ""
 
     @property

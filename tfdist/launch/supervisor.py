@@ -98,7 +98,7 @@ class _Decision:
         is_evaluated = state.is_ending or not state.is_running(EVALUATOR)
         if state.has_servers and state.is_done and is_evaluated and not state.are_servers_closed:
             self._end_served()
-        if not state.has_running:  # the last tasks exited before printing their stacks
+        if not state.running:  # the last tasks exited before printing their stacks
             self._end_hang()
         self._keep_deadlines()
         return self._actions
@@ -408,7 +408,7 @@ class _Decision:
 
     def _keep_deadlines(self) -> None:
         state, now_s = self._state, self._now_s
-        if not state.has_running:
+        if not state.running:
             return
         for task in [t for t in state.running if now_s >= state.tasks[t].leaves_by_s]:
             self._say(f"{task} did not exit within the grace period; killed")
@@ -516,7 +516,7 @@ class Supervisor:
             events = tuple(self._processes.wait(None if math.isinf(left_s) else left_s))
             gone = (task for task in state.tasks if not self._processes.can_start(task))
             self._awake(Awakening(at_s=self._clock(), events=events, unreachable=frozenset(gone)))
-        if state.has_running:
+        if state.running:
             self._screen.say(f"cannot kill {named(state.running)}")
         if not state.exit_code and state.lost:
             self._screen.say(f"finished without {named(lost.task for lost in state.lost)}")

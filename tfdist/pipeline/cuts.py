@@ -193,11 +193,11 @@ class LayerGraph:
         last = {
             name: i
             for i, node in enumerate(self.nodes)
-            for name in (*self._models_around(node), node.operation.name)
+            for name in (*self._inside.get(id(node.output_tensors[0]), ()), node.operation.name)
         }
         for name in names:
             fix = "name the last layer of each stage but the last"
-            require_one_of("cut", name, last, fix=fix, code="unknown-value")
+            require_one_of("cut", name, last, fix=fix)
         return sorted(last[name] for name in names)
 
     def crossing(self, position: int) -> list[Any]:
@@ -284,10 +284,6 @@ class LayerGraph:
         divided = any(users[0] <= position < users[-1] for users in self._users.values())
         is_dense = not any(t.sparse or t.ragged for t in tensors)
         return is_dense and not divided and not makers & behind
-
-    def _models_around(self, node: Any) -> tuple[str, ...]:
-        """Return the names of the inner models that contain a call, outermost first."""
-        return self._inside.get(id(node.output_tensors[0]), ())
 
 
 def made_bytes(nodes: Sequence[Any]) -> int:
@@ -594,7 +590,7 @@ def _both_passes(
         with tf.GradientTape() as tape, keras.StatelessScope():  # discards state updates
             tape.watch(received)
             # With the trace, layers compute as in the stages.
-            trace = bare_trace(rows, fused=keras_compat.is_fused(module))
+            trace = keras_compat.bare_trace(rows, fused=keras_compat.is_fused(module))
             with keras_compat.tracing(trace):
                 outputs = tf.nest.flatten(module(one_or_list(given), training=True))
                 if loss_of is None:
@@ -608,14 +604,6 @@ def _both_passes(
 
     ends = [_noise(made[i].shape, made[i].dtype) for i in floats] if loss_of is None else None
     return both, (given, ends)
-
-
-def bare_trace(examples: Any, **more: Any) -> keras_compat.StepTrace:
-    """Return the trace of a step for timing and inspection."""
-    key = tf.zeros([2], tf.int32)
-    return keras_compat.StepTrace(
-        num_replicas=1, share=1.0, examples=examples, random_key=key, **more
-    )
 
 
 def _example(tensor: Any, rows: int) -> tf.Tensor:

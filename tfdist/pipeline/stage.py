@@ -20,11 +20,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.pipeline.cuts import MOST_DRAWS, ModelPart, bare_trace, has_mask, one_or_list
+from tfdist.pipeline.cuts import MOST_DRAWS, ModelPart, has_mask, one_or_list
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.union import release
 from tfdist.training import keras_compat
+from tfdist.training.program import resized
 
 _TRACED_ROWS = 8, 16
 """Two batch sizes. A loss with a batch axis has another shape for each size."""
@@ -399,11 +400,11 @@ class Segment:
         shapes: list[tf.TensorShape] = []
 
         def call(given: Tensors) -> None:
-            with keras_compat.tracing(bare_trace(rows)):
+            with keras_compat.tracing(keras_compat.bare_trace(rows)):
                 self.part.module(one_or_list(given), training=True)
                 shapes.extend(loss.shape for loss in self.part.module.losses)
 
-        specs = [_spec_of(tensor, rows=rows) for tensor in inputs]
+        specs = [resized(tf.type_spec_from_value(tensor), rows) for tensor in inputs]
         with contextlib.suppress(Exception):  # the model may need a fixed batch size
             keras_compat.compiled(call).get_concrete_function(specs)
         return shapes
@@ -427,14 +428,6 @@ class Segment:
         own = [None if g is None else tf.convert_to_tensor(g) for g in found[:count]]
         back = zip(found[count:], sources, strict=True)
         return own, [tf.zeros_like(s) if g is None else tf.convert_to_tensor(g) for g, s in back]
-
-
-def _spec_of(tensor: Any, *, rows: int) -> Any:
-    spec = tf.type_spec_from_value(tensor)
-    shape = [rows, *spec.shape[1:]]
-    if isinstance(spec, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
-    return type(spec)(shape, spec.dtype)
 
 
 def _mask_of(sent: Any, output: tf.Tensor) -> tf.Tensor:

@@ -21,7 +21,6 @@ from tfdist.pipeline.cuts import (
     LayerGraph,
     LossOfOutputs,
     ModelPart,
-    bare_trace,
     chosen_places,
     made_bytes,
     possible_places,
@@ -162,7 +161,7 @@ class StagedModel:
         outputs = [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in self.graph.outputs]
 
         def traced(outputs: Tensors, targets: Any, weights: Any) -> tf.Tensor:
-            trace = bare_trace(tf.shape(outputs[0])[0], batch=outputs)
+            trace = keras_compat.bare_trace(tf.shape(outputs[0])[0], batch=outputs)
             with keras_compat.tracing(trace):
                 value = loss(targets, self.packed(outputs), sample_weight=weights)
             losses = [each for _, each, *_ in loss._flat_losses]

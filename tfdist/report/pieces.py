@@ -83,11 +83,11 @@ def _tick(value: float) -> str:
     return f"{value:g}"
 
 
-def ticks(low: float, high: float, *, most: int = 5) -> list[float]:
-    """Return round numbers within a range, at most `most` + 1."""
+def ticks(low: float, high: float) -> list[float]:
+    """Return round numbers within a range, at most 6."""
     if high <= low:
         return [low]
-    raw = (high - low) / most
+    raw = (high - low) / 5
     unit = 10 ** math.floor(math.log10(raw))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)

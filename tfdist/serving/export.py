@@ -27,14 +27,7 @@ from google.protobuf import text_format
 from tfdist.argument_parser import load_function
 from tfdist.checkpoint.model_state import weights_sha256
 from tfdist.checkpoint.publish import saveable
-from tfdist.checkpoint.remote import (
-    files_in,
-    is_remote,
-    local_directory,
-    opened,
-    put,
-    reading_from,
-)
+from tfdist.checkpoint.remote import files_in, is_remote, local_directory, opened, put, reading_from
 from tfdist.checkpoint.saved_run import RunStore
 from tfdist.checkpoint.warm_start import load_model_file, loading, set_weights
 from tfdist.errors import TfdistError, UsageError, require, require_int

@@ -36,6 +36,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tfdist.cluster.address import is_loopback
 from tfdist.launch.guardian import die_with
 from tfdist.serving import protocol
 from tfdist.serving.dispatch import Dispatcher, Outcome, QueueLimits, Ticket
@@ -553,7 +554,7 @@ async def _grpc_server(front: Front, address: str) -> grpc.aio.Server:
 async def run(options: FrontOptions, rest: socket.socket, grpc_address: str) -> int:
     control = socket.socket(fileno=sys.stdin.fileno())
     reader, writer = await asyncio.open_connection(sock=control, limit=1 << 24)
-    front = Front(options, writer, is_local=protocol.is_loopback(rest.getsockname()[0]))
+    front = Front(options, writer, is_local=is_loopback(rest.getsockname()[0]))
     follower = asyncio.create_task(front.follow(reader))
     ticker = asyncio.create_task(front.tick())
     stop = asyncio.Event()

@@ -21,11 +21,7 @@ import numpy as np
 import tensorflow as tf
 from google.protobuf import json_format
 from tensorflow.core.protobuf import config_pb2
-from tensorflow_serving.apis import (
-    get_model_metadata_pb2,
-    predict_pb2,
-    prediction_log_pb2,
-)
+from tensorflow_serving.apis import get_model_metadata_pb2, predict_pb2, prediction_log_pb2
 
 from tfdist.serving import rest
 from tfdist.serving.protocol import Code, FrameKind, RequestError, invalid, reason_of

@@ -7,10 +7,8 @@ This module is pure and imports neither TensorFlow nor NumPy. Most stubs of
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
-import ipaddress
 import json
 import re
 import struct
@@ -20,6 +18,8 @@ from typing import NoReturn
 from google.protobuf.message import DecodeError
 from google.protobuf.wrappers_pb2 import BytesValue
 from tensorflow_serving.apis.model_pb2 import ModelSpec
+
+from tfdist.cluster.address import is_loopback
 
 Code = enum.IntEnum(
     "Code",
@@ -126,13 +126,6 @@ class FrameBuffer:
                 yield Frame(id, FrameKind(kind), payload, batch)
         finally:
             del self._bytes[:at]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is a loopback address or ``localhost``."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def require_own_name(host: str) -> None:

@@ -258,11 +258,6 @@ class VariablePart:
     first: int
     end: int
 
-    @property
-    def size(self) -> int:
-        """Number of elements of the whole variable."""
-        return math.prod(self.shape)
-
 
 def own_part(job: Job, shape: tuple[int, ...]) -> VariablePart:
     """Return this worker's part of a variable of this shape."""
@@ -288,7 +283,7 @@ def gathered(job: Job, variable: Any) -> np.ndarray[Any, Any]:
     assert isinstance(ring, Ring)
     with phases.waiting_for_all(), naming_lost_peer(job):
         mine = np.asarray(variable.numpy())
-        (flat,) = ring.all_gather(mine, sizes=[part.size], of="the parts of a variable")
+        (flat,) = ring.all_gather(mine, sizes=[math.prod(part.shape)], of="the parts of a variable")
     return flat.reshape(part.shape)
 
 

@@ -132,7 +132,8 @@ class _PlacedExtended(one_device_strategy.OneDeviceExtended):
         place = self._within[-1] if self._within else None
         if place is None or place.layer is not layer or len(place.devices) < 2:
             return call(layer, *args, **kwargs)
-        tensors = [value for value in keras.tree.flatten((args, kwargs)) if _has_batch(value)]
+        given = filter(tf.is_tensor, keras.tree.flatten((args, kwargs)))
+        tensors = [tensor for tensor in given if tensor.shape.rank != 0]
         if not tensors or backend.in_stateless_scope():  # shapes are inferred
             return call(layer, *args, **kwargs)
         _require_not_stateful(layer)
@@ -243,10 +244,6 @@ def _follow_layers() -> None:
 
 
 # Parts of a batch on several devices.
-
-
-def _has_batch(value: Any) -> bool:
-    return bool(tf.is_tensor(value)) and value.shape.rank != 0
 
 
 def _sizes(tensor: tf.Tensor, parts: int) -> list[Any]:

@@ -204,14 +204,7 @@ def _runs(step: Callable[[Any], Any], batch: Any) -> bool:
     """Return whether a trace of the step, without its updates, raises no error."""
 
     def traced(batch: Any) -> Any:
-        trace = keras_compat.StepTrace(
-            num_replicas=1,
-            share=1.0,
-            examples=1,
-            random_key=tf.zeros([2], tf.int32),
-            updates=False,
-        )
-        with keras_compat.tracing(trace):
+        with keras_compat.tracing(keras_compat.bare_trace(1, updates=False)):
             return step(batch)
 
     try:

@@ -121,7 +121,10 @@ class SynchronousEngine(Engine):
                 rows = tuple(o.noted(r, at, parts) for o, r in zip(observers, rows, strict=True))
                 outputs = self._step(program, step, parts)
                 if program.keep_logs:
-                    values[:] = _log_values(outputs)
+                    values[:] = [
+                        {name: tf.convert_to_tensor(logs[name]) for name in sorted(logs)}
+                        for logs in outputs
+                    ]
                     kept = tf.raw_ops.OptionalFromValue(components=tf.nest.flatten(values))
                 return step + 1, kept, *rows
 
@@ -229,10 +232,6 @@ def _parts(program: StepProgram, step: tf.Tensor, iterator: Any) -> list[Part]:
     if iterator is None:
         return list(program.feed.at(step))
     return list(iterator.get_next())
-
-
-def _log_values(outputs: list[Any]) -> list[dict[str, tf.Tensor]]:
-    return [{name: tf.convert_to_tensor(logs[name]) for name in sorted(logs)} for logs in outputs]
 
 
 def _unpacked(kept: tf.Tensor, like: Any) -> Any:

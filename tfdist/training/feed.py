@@ -28,13 +28,7 @@ from tfdist.data.stream import InputFunctionSource, Reading, StreamSource, read,
 from tfdist.errors import UsageError
 from tfdist.strategy import Job
 from tfdist.training.epochs import EpochPlan, share_of
-from tfdist.training.task_agreement import (
-    Digest,
-    digest_is_due,
-    digest_of,
-    digests_of,
-    leaves_of,
-)
+from tfdist.training.task_agreement import Digest, digest_is_due, digest_of, digests_of, leaves_of
 
 _AHEAD_STEPS = 2
 _THREADS = 2

@@ -138,7 +138,6 @@ class Engine(Protocol):
 
         Called at the end of `fit`, also after an error: later the model must not change.
         """
-        return
 
     def begin(self, program: StepProgram) -> LoopState | None:
         """Begin a training loop. Return the state of the loop that this task joins, else `None`."""
@@ -171,22 +170,18 @@ class Engine(Protocol):
 
     def reset_metrics(self) -> None:
         """Reset the engine's own metric state to zero."""
-        return
 
     def publish_metrics(self, program: StepProgram) -> None:
         """Write the engine's own metric state to `program.metrics`."""
-        return
 
     def publish_state(self, program: StepProgram) -> None:
         """Write all of the engine's own state, with metrics, to the model's variables.
 
         Called before a checkpoint, and at the end of an epoch, when callbacks may read weights.
         """
-        return
 
     def take_state(self, program: StepProgram) -> None:
         """Load the engine's own state from the model's restored variables."""
-        return
 
     @staticmethod
     def creating_slots(optimizer: Any, job: Job) -> AbstractContextManager[None]:
@@ -201,7 +196,6 @@ class Engine(Protocol):
     @staticmethod
     def log_built(model: keras.Model, job: Job) -> None:
         """Log the placement of a model whose variables were created just now."""
-        return
 
     @staticmethod
     def lost_task(error: tf.errors.OpError, job: Job) -> str:
@@ -362,13 +356,7 @@ def trace_of(
         batch = tf.nest.map_structure(_of_constant_shape, batch)
 
         def in_replica() -> None:
-            trace = keras_compat.StepTrace(
-                num_replicas=1,
-                share=1.0,
-                examples=rows,
-                random_key=tf.zeros([2], tf.int32),
-                updates=False,
-            )
+            trace = keras_compat.bare_trace(rows, updates=False)
             traces[values_util.get_current_replica_id_as_int() or 0] = trace
             with contextlib.suppress(Exception), keras_compat.tracing(trace):
                 function(batch)
@@ -376,13 +364,13 @@ def trace_of(
         job.strategy.run(in_replica)
 
     batch = tf.nest.map_structure(
-        lambda spec: None if spec is None else _resized(spec, rows), batch_spec
+        lambda spec: None if spec is None else resized(spec, rows), batch_spec
     )
     keras_compat.compiled(run).get_concrete_function(batch)
     return traces[0]
 
 
-def _resized(spec: Any, rows: int) -> Any:
+def resized(spec: Any, rows: int) -> Any:
     """Return the spec of a batch part with `rows` rows."""
     shape = [rows, *spec.shape[1:]]
     if isinstance(spec, tf.RaggedTensorSpec):

@@ -14,14 +14,7 @@ from typing import Any
 import keras_tuner
 import numpy as np
 
-from tfdist.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_STOPPED,
-    TfdistError,
-    UsageError,
-    require,
-)
+from tfdist.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, TfdistError, UsageError, require
 from tfdist.launch.options import Program, imports_tensorflow
 from tfdist.outputs.sweep_journal import JOURNAL, TRIALS, SweepState, Trial, read
 from tfdist.renamed import without_renamed

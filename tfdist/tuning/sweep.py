@@ -24,24 +24,11 @@ from tfdist.launch.fork_server import ForkTemplate
 from tfdist.launch.machine import Machine, this_machine
 from tfdist.launch.multihost.hosts import slurm_nodes
 from tfdist.outputs.run_directory import differences
-from tfdist.outputs.sweep_journal import (
-    JOURNAL,
-    LOCK,
-    TRIALS,
-    Journal,
-    SweepState,
-    Trial,
-    fold,
-)
+from tfdist.outputs.sweep_journal import JOURNAL, LOCK, TRIALS, Journal, SweepState, Trial, fold
 from tfdist.tuning.chief import Chief
 from tfdist.tuning.options import RunOptions
 from tfdist.tuning.results import SweepScreen, export_hparams, leaderboard
-from tfdist.tuning.trial_job import (
-    LauncherRunner,
-    TrialHosts,
-    TrialProgram,
-    is_run_in,
-)
+from tfdist.tuning.trial_job import LauncherRunner, TrialHosts, TrialProgram, is_run_in
 
 if TYPE_CHECKING:  # the module imports KerasTuner and TensorFlow
     from tfdist.tuning.oracle import Search

@@ -459,7 +459,7 @@ class LaunchedTrial:
             server = {FORK_SERVER: str(fds[0])} if fds else {}
             command = self._runner.command(self._job)
             self._process = subprocess.Popen(
-                bound_command(command, signum=signal.SIGTERM),  # its tasks save if the chief dies
+                bound_command(command),  # its tasks save if the chief dies
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

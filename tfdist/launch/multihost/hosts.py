@@ -16,20 +16,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tfdist.cluster import (
-    AUTO,
-    KINDS,
-    ClusterSpec,
-    Task,
-    environment,
-    placement,
-    settings,
-)
+from tfdist.cluster import AUTO, KINDS, ClusterSpec, Task, environment, placement, settings
 from tfdist.cluster.address import expand_hosts, is_loopback, parse_hosts, shown
 from tfdist.cluster.ports import PortPool
 from tfdist.errors import UsageError, require
 from tfdist.launch.multihost import host_agreement, on_ray
-from tfdist.launch.options import LaunchOptions, Program, refuse
+from tfdist.launch.options import LaunchOptions, Program, file_of_program, refuse
 from tfdist.launch.plan import JobDescription
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
@@ -178,13 +170,13 @@ def certificate() -> str:
         ) from None
 
 
-def terms(environ: Mapping[str, str], *, program: Program, program_file: str) -> dict[str, str]:
+def terms(environ: Mapping[str, str], *, program: Program, search: Sequence[str]) -> dict[str, str]:
     """Return this host's versions, digests and variables that must be equal on all hosts."""
-    versions = host_agreement.versions_of_hosts()
+    versions, file = host_agreement.versions_of_hosts(), file_of_program(program, search=search)
     return {
         **versions,
         "Python": versions["Python"].rpartition(".")[0],
-        f"the hash of {program.name}": host_agreement.digest(program_file),
+        f"the hash of {program.name}": host_agreement.digest(file),
         **{f"the hash of {p}": host_agreement.digest(p) for p in _config_files(program.args)},
         **host_agreement.variables(environ),
     }

@@ -54,6 +54,7 @@ from tfdist.training.keras_compat.trace import (
     REPLACEMENTS,
     BatchAxes,
     StepTrace,
+    bare_trace,
     following,
 )
 from tfdist.training.keras_compat.variables import random_key
@@ -65,6 +66,7 @@ __all__ = [
     "StepTrace",
     "added_in_part",
     "adding_in_order",
+    "bare_trace",
     "call_to_peer",
     "compares_examples",
     "compiled",

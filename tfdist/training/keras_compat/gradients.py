@@ -28,11 +28,7 @@ from tfdist.training.keras_compat.reduction import (
     warn_of_its_own,
     wholes_of,
 )
-from tfdist.training.keras_compat.trace import (
-    Original,
-    StepTrace,
-    replaces,
-)
+from tfdist.training.keras_compat.trace import Original, StepTrace, replaces
 
 _SOURCE = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src/optimizers"
 

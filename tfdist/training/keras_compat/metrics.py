@@ -21,13 +21,7 @@ from keras.src.trainers.compile_utils import CompileMetrics
 
 from tfdist.errors import require
 from tfdist.training.keras_compat.kernels import compiled
-from tfdist.training.keras_compat.trace import (
-    Original,
-    StepTrace,
-    ops_behind,
-    replaces,
-    warn_once,
-)
+from tfdist.training.keras_compat.trace import Original, StepTrace, ops_behind, replaces, warn_once
 
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 

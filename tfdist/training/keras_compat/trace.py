@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +144,12 @@ class StepTrace:
         return shapes[0][0] if shapes and shapes[0].rank else None
 
 
+def bare_trace(examples: Any, **more: Any) -> StepTrace:
+    """Return the trace of a step on one replica, to build, time or inspect a model."""
+    key = tf.zeros([2], tf.int32)
+    return StepTrace(num_replicas=1, share=1.0, examples=examples, random_key=key, **more)
+
+
 _thread = threading.local()
 
 
@@ -171,18 +177,15 @@ def warn_once(line: str) -> None:
         _LOG.warning("%s", line)
 
 
-def ops_behind(
-    values: Sequence[Any], until: Collection[str] = frozenset()
-) -> Iterator[tf.Operation]:
-    """Yield the operations that computed the tensors, back to those named in `until`."""
+def ops_behind(values: Sequence[Any]) -> Iterator[tf.Operation]:
+    """Yield the operations that computed the tensors."""
     seen = set()
     waiting = [value.op for value in values]
     while waiting:
         operation = waiting.pop()
         if operation.name not in seen:
             seen.add(operation.name)
-            if operation.name not in until:
-                waiting += [tensor.op for tensor in operation.inputs]
+            waiting += [tensor.op for tensor in operation.inputs]
             yield operation
 
 

@@ -29,12 +29,7 @@ from tensorflow.python.distribute import values as tf_values
 from tfdist.errors import UsageError, require
 from tfdist.strategy.devices import server_of
 from tfdist.training.keras_compat.metrics import note_source
-from tfdist.training.keras_compat.trace import (
-    Original,
-    StepTrace,
-    replaces,
-    warn_once,
-)
+from tfdist.training.keras_compat.trace import Original, StepTrace, replaces, warn_once
 
 _KERAS = "https://github.com/keras-team/keras/blob/v3.15.1/keras/src"
 
