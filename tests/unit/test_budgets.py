@@ -28,7 +28,7 @@ LINES = {
     "data": 2_621,
     "checkpoint": 2_833,
     "training": 8_338,
-    "ps, pipeline": 4_855,
+    "ps, pipeline": 4_878,
     "elastic": 1_887,
     "tuning": 2_924,
     "serving": 3_061,
