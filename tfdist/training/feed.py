@@ -606,6 +606,8 @@ class InputFunctionFeed(StreamFeed):
         super().__init__(source, plan, **options)
         self.may_be_empty = self.in_order = False
         self._read = self.ends = None
+        few = self.order.batches and self.order.batches * len(self._job.replica_ids)
+        self.order = dataclasses.replace(self.order, batches=few)  # a step uses one for each device
 
     def _batches(self, reading: Reading) -> tf.data.Dataset:
         """As in `StreamFeed`. A task's devices get the batches of one dataset in turn."""
