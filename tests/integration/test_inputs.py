@@ -358,6 +358,12 @@ def test_overfitting_sees_the_first_batches_only(kind, strategies):
     assert difference(few, other) < 1e-6
 
 
+def test_overfitting_an_input_function_sees_a_batch_for_each_device(strategies):
+    few, _ = train(strategies[1], X[:12], Y[:12], batch_size=6, epochs=4, shuffle=False)
+    other, _ = train(strategies[2], input_function, epochs=4, overfit_batches=2)
+    assert difference(few, other) < 1e-6
+
+
 def test_virtual_epochs_do_not_cut_ready_batches(strategies):
     thirty = tfdist.VirtualEpochs(30, 2)
     told = refusal(lambda: train(strategies[1], dataset(), virtual_epochs=thirty))

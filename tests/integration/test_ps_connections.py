@@ -119,3 +119,13 @@ def test_slow_peers_and_missing_descriptors_delay_no_versions(listeners):
         heard.set()
         slow.join()
     assert found
+
+
+def test_a_strategy_of_tensorflow_is_connected_to_all_its_workers():
+    tasks = {"chief": ["a:1"], "ps": ["b:1"], "worker": ["c:1", "d:1"]}
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(tasks))
+    # TensorFlow's own strategy has no public `cluster_resolver`.
+    strategy = SimpleNamespace(
+        cluster_resolver=None, _cluster_resolver=resolver, extended=SimpleNamespace()
+    )
+    assert Connections.of(strategy).connected == {0, 1}

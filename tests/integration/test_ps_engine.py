@@ -14,12 +14,16 @@ import tensorflow as tf
 import tfdist
 from tfdist import phases
 from tfdist.cluster import KINDS
+from tfdist.data import StreamSource
 from tfdist.errors import PeerLost
 from tfdist.ps import engine as engine_module
 from tfdist.ps import worker_pool
 from tfdist.ps.engine import ParameterServerEngine
-from tfdist.ps.worker_pool import WorkerPool
+from tfdist.ps.worker_pool import WorkerIncarnation, WorkerPool
+from tfdist.strategy import Job, job_of
 from tfdist.training import building, engines
+from tfdist.training.epochs import EpochPlan
+from tfdist.training.feed import Order, StreamFeed
 from tfdist.training.program import StepProgram
 
 DEADLINE_S = 30.0
@@ -290,6 +294,39 @@ def test_dropped_units_end_and_queued_units_never_start(engine, pool, monkeypatc
     engine.close()
     assert len(work.begun) == len(work.ended) == 3
     assert not pool._waiting
+
+
+def test_workers_of_a_strategy_are_counted_without_tf_config():
+    strategy = SimpleNamespace(extended=SimpleNamespace(_num_workers=3))
+    assert Job(strategy=strategy, kind=KINDS["ps"]).num_workers == 3
+
+
+def test_a_worker_reads_a_stream_in_order_once():
+    """Workers compute the steps of an evaluation in turn, again after a loss, and once more."""
+    read = []
+
+    def noted(number):
+        number = tf.numpy_function(lambda n: (read.append(n), n)[1], [number], tf.int64)
+        return tf.ensure_shape(number, [])
+
+    source = StreamSource(tf.data.Dataset.range(40).map(noted).batch(2))
+    plan = EpochPlan.uniform(epochs=1, examples=40, global_batch_size=2)
+    job, order = job_of(tf.distribute.get_strategy()), Order(examples=40, shuffle=False)
+    feed = StreamFeed(source, plan, job=job, seed=1, order=order)
+    made = StepProgram(function=lambda batch: batch, feed=feed, seed=0, training=False)
+    work = engine_module.Work(made, job.strategy, outputs=True)
+    one, other = (WorkerIncarnation(worker_index=index, life=1) for index in range(2))
+    again = WorkerIncarnation(worker_index=0, life=2)
+
+    def batch(step, worker):
+        return work(step, step + 1, worker).tolist()
+
+    for _ in range(2):
+        read.clear()
+        found = [batch(step, (one, other)[step % 3 % 2]) for step in range(20)]
+        assert np.ravel(found).tolist() == [*range(40)]
+        assert len(read) < 3 * 40
+    assert [batch(7, again), batch(3, other), batch(8, again)] == [[14, 15], [6, 7], [16, 17]]
 
 
 def test_a_metric_has_the_totals_of_the_chief(engine):

@@ -69,6 +69,17 @@ def test_a_truncated_file_cache_ends_the_run_with_reason(tmp_path, strategies):
     assert "has 1 batches" in told.problem
 
 
+def test_the_lock_of_a_file_cache_is_named(tmp_path, strategies):
+    lock = tmp_path / "cache_0.lockfile"
+    lock.touch()  # a program that is killed while it fills the cache leaves it
+    rows = np.zeros((4, 1), "float32")
+    pairs = tf.data.Dataset.from_tensor_slices((rows, rows)).batch(1)
+    cached = pairs.cache(str(tmp_path / "cache"))
+    told = refusal(lambda: tfdist.fit(one_layer(strategies), cached, verbose=0))
+    assert told.code == "unreadable"
+    assert str(lock) in told.problem
+
+
 def one_layer(strategies):
     keras.utils.set_random_seed(1)
     with strategies[1].scope():

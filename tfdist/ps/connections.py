@@ -135,7 +135,7 @@ class Connections:
         connections = getattr(strategy, "connections", None)
         if isinstance(connections, cls):
             return connections
-        tasks = strategy.cluster_resolver.cluster_spec().as_dict()
+        tasks = strategy._cluster_resolver.cluster_spec().as_dict()
         connections = cls(ClusterSpec(**{kind: tuple(at) for kind, at in tasks.items()}))
         connections.connected = frozenset(range(connections.num_workers))
         strategy.extended._allow_run_without_coordinator = True

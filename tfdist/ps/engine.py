@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -276,6 +277,15 @@ class _Carried(NamedTuple):
     totals: tf.TensorArray
 
 
+@dataclasses.dataclass(slots=True)
+class _Reader:
+    """Iterator of a worker's `life`, and the step of its next batch if the feed is in order."""
+
+    life: int
+    batches: Any
+    step: int = 0
+
+
 class Work:
     """Program traced for the workers of a job, with the results of its steps."""
 
@@ -303,11 +313,10 @@ class Work:
         self._counts_each = np.zeros(0, np.int64)
         self._counts_of_step_0: np.ndarray | None = None
         self._counts_at_rest: np.ndarray | None = None
-        # Iterator of each worker, with the incarnation of the worker that created it.
-        self._data: dict[int, tuple[int, Any]] = {}
+        self._readers: dict[int, _Reader] = {}  # by worker
         self._dataset = compiled(program.feed.worker_dataset).get_concrete_function()
         iterator = tf.data.IteratorSpec(self._dataset.structured_outputs.element_spec)
-        # First step, last step + 1, and the count of each optimizer before the first step.
+        # First step, last step + 1, step of the iterator, and the optimizers' counts at the first.
         numbers = tf.TensorSpec([None], tf.int64)
         traced = compiled(self._outputs if outputs else self._steps)
         self._closure = traced.get_concrete_function(iterator, numbers)
@@ -331,15 +340,18 @@ class Work:
 
     def __call__(self, first: int, last: int, incarnation: WorkerIncarnation) -> Any:
         """Run the steps ``[first, last)`` on a worker. Return their results on this task."""
-        life, given = self._data.get(incarnation.worker_index, (0, None))
-        if life != incarnation.life:
-            given = iter(self._dataset())
-            self._data[incarnation.worker_index] = incarnation.life, given
-        numbers = np.array([first, last], np.int64)
+        reader = self._readers.get(incarnation.worker_index)
+        is_past = self._program.feed.in_order and reader is not None and reader.step > first
+        if reader is None or reader.life != incarnation.life or is_past:
+            reader = _Reader(incarnation.life, iter(self._dataset()))
+            self._readers[incarnation.worker_index] = reader
+        numbers = np.array([first, last, reader.step], np.int64)
         if self._counts_of_step_0 is not None:
             numbers = np.append(numbers, self._counts_of_step_0 + first * self._counts_each)
+        reader.step = _NO_LIMIT  # unknown if the call fails
         with adding_in_order():
-            found = self._closure(given, tf.constant(numbers))
+            found = self._closure(reader.batches, tf.constant(numbers))
+        reader.step = last
         return keras.tree.map_structure(_as_numpy, found)
 
     def take(self, numbers: np.ndarray, *, steps: int) -> np.ndarray:
@@ -363,24 +375,35 @@ class Work:
         self.logs = logs
         return rest.astype(np.int64)
 
+    def _part_of(self, data: Any, numbers: tf.Tensor) -> Callable[[tf.Tensor], Part]:
+        """Return the function that makes the unit's parts."""
+        first, feed = numbers[0], self._program.feed
+
+        def skip(step: tf.Tensor) -> list[tf.Tensor]:
+            data.get_next()
+            return [step + 1]
+
+        if feed.in_order:  # other workers run the steps in between
+            tf.while_loop(lambda step: step < first, skip, [numbers[2]], parallel_iterations=1)
+        return feed.worker_parts(data, first, numbers[1])
+
     def _outputs(self, data: Any, numbers: tf.Tensor) -> Any:
-        first, last = numbers[0], numbers[1]
-        part = self._program.feed.worker_parts(data, first, last)(first)
-        found = self._step(first, part, [])[0]
+        part_of = self._part_of(data, numbers)
+        found = self._step(numbers[0], part_of(numbers[0]), [])[0]
         read_together(tf.compat.v1.get_default_graph().get_operations())
         return found
 
     def _steps(self, data: Any, numbers: tf.Tensor) -> Any:
         """Run the steps. Return the vector that `take` splits, and the observers' rows."""
         first, last = numbers[0], numbers[1]
-        part_of = self._program.feed.worker_parts(data, first, last)
+        part_of = self._part_of(data, numbers)
         program, steps = self._program, last - first
         begin = _Carried(
             step=first,
             logs=tf.zeros([0]),
             rows=[observer.rows(steps) for observer in program.observers],
             ages=self._clock.begin() if self._clock else [],
-            counts=numbers[2:],
+            counts=numbers[3:],
             totals=tf.TensorArray(
                 tf.float64, tf.cast(steps, tf.int32), element_shape=[self._num_totals]
             ),

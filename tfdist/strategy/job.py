@@ -106,7 +106,7 @@ class Job:
     @property
     def num_workers(self) -> int:
         """Number of workers under ps, else 1."""
-        return len(self.config.cluster.worker) if self.kind.has_servers and self.config else 1
+        return int(self.strategy.extended._num_workers) if self.kind.has_servers else 1
 
     @property
     def replica_ids(self) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ _LENGTH = re.compile(
     r"expected to contain (\d+|an infinite number of) elements? but "
     r"contained (?:only |at least )?(\d+)"
 )
+_LOCKED = re.compile(r"cache lockfile already exists \('(.+?)'\)")
 _BAD_LABEL = re.compile(r"label value of (-?\d+) which is outside the valid range of (\[.*?\))")
 
 
@@ -271,6 +272,14 @@ def _bad_data(error: tf.errors.OpError) -> UsageError | None:
             fix="delete the files of its cache or snapshot, which a stopped program may have left "
             "incomplete, or correct tf.data.experimental.assert_cardinality",
             code="data-ended",
+        )
+    if isinstance(error, tf.errors.AlreadyExistsError) and (found := _LOCKED.search(text)):
+        return UsageError(
+            "data",
+            f"the file cache of the dataset is locked by another reader or a killed program: "
+            f"{found[1]}",
+            fix="delete this file if no program fills the cache, and use a file name for each task",
+            code="unreadable",
         )
     if isinstance(error, tf.errors.InvalidArgumentError) and (found := _BAD_LABEL.search(text)):
         return UsageError(

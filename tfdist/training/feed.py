@@ -100,6 +100,7 @@ class Feed(abc.ABC):
         `iterator`.
       counts_fractions: True if batch fractions are known only after all replicas have counted.
       can_record: True if batches are made of examples by index.
+      in_order: True if a ps worker reads all batches of a stream, and skips those of other workers.
       records: True to fill `Part.examples`. Set it before the first use of the feed.
       digests: digests by step of batches that several tasks read fully and compare.
       digests_cover_inputs: False if inputs may differ between tasks, as with augmentation.
@@ -112,6 +113,7 @@ class Feed(abc.ABC):
     direct: bool = False
     counts_fractions: bool = False
     can_record: bool = False
+    in_order: bool = False
     records: bool = False
     digests_cover_inputs: bool = True
     failure: Exception | None = None
@@ -472,7 +474,7 @@ class StreamFeed(Feed):
         super().__init__(source, plan, **options)
         self._reading = reading_of(self._job, self.seed)
         self.may_be_empty = self._job.num_replicas > 1
-        self._in_order = not self.order.shuffle
+        self.in_order = not self.order.shuffle
         self._read: Any = None
         if self._job.num_tasks > 1:  # the tasks compare their batches
             unknown = self.source.num_batches is None and not self.source.is_endless
@@ -540,22 +542,18 @@ class StreamFeed(Feed):
         return np.True_
 
     def worker_dataset(self) -> tf.data.Dataset:
-        """Return the dataset's graph if order matters, else the worker's batches."""
+        """Return all batches if their order matters, else the worker's batches."""
         with tf.init_scope():
             graph = serialized(self.source.dataset_for(), self._reading)
-        if self._in_order:
-            return tf.data.Dataset.from_tensors(graph).repeat()
+        batches = self._endless(_from_graph(graph, self.source))
+        if self.in_order:
+            return batches
         index = tf.distribute.coordinator.experimental_get_current_worker_index()
-        batches = _from_graph(graph, self.source)
-        return self._endless(batches).shard(self._job.num_workers, index)
+        return batches.shard(self._job.num_workers, index)
 
     def worker_parts(self, given: Any, first: Any, last: Any) -> Callable[[tf.Tensor], Part]:
         """Return a function that makes the parts, as in `Feed`."""
-        batches = given
-        if self._in_order:
-            whole = self._endless(_from_graph(given.get_next(), self.source))
-            batches = iter(whole.skip(first).take(last - first))
-        return lambda step: self._whole(step, batches.get_next())
+        return lambda step: self._whole(step, given.get_next())
 
     def _endless(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         batches = self.order.batches
@@ -600,8 +598,10 @@ class InputFunctionFeed(StreamFeed):
 
     def __init__(self, source: Any, plan: EpochPlan, **options: Any) -> None:
         super().__init__(source, plan, **options)
-        self.may_be_empty = self._in_order = False
+        self.may_be_empty = self.in_order = False
         self._read = self.ends = None
+        few = self.order.batches and self.order.batches * len(self._job.replica_ids)
+        self.order = dataclasses.replace(self.order, batches=few)  # a step uses one for each device
 
     def _batches(self, reading: Reading) -> tf.data.Dataset:
         """As in `StreamFeed`. A task's devices get the batches of one dataset in turn."""
