@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import urllib.request
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from tests.unit.test_report import RUNS
 from tfdist import top
-from tfdist.cluster import Task
+from tfdist.cluster import Task, hold_ports
 from tfdist.launch.events import Awakening, Beat, Ended, Started
 from tfdist.launch.live import (
     MAX_BINS,
@@ -142,6 +143,14 @@ def test_a_hanging_metrics_server_does_not_block_the_launcher(tmp_path):
         (child,) = (one for one in psutil.Process().children() if one not in before)
         child.suspend()
     assert not child.is_running()
+
+
+def test_files_of_the_user_replace_no_module_of_the_metrics_server(tmp_path, monkeypatch):
+    (tmp_path / "socketserver.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with hold_ports(1)[0] as held, metrics_server(held.port, tmp_path / "live.json"):
+        url = f"http://127.0.0.1:{held.port}/metrics"
+        assert urllib.request.urlopen(url, timeout=20).read() == b""
 
 
 def test_a_reader_that_leaves_is_no_error(capfd):

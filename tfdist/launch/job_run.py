@@ -135,7 +135,7 @@ def serve(first: Message, pipe: Pipe) -> int:
         UsageError: The job cannot run on this host.
     """
     options, group = decode(LaunchOptions, first["options"]), decode(Group, first["group"])
-    environ, search = dict(os.environ), sys.path
+    environ, search = dict(os.environ), [os.getcwd(), *sys.path]
     check_program(options.program)
     lock = lock_host(first["run_dir"], group.hosts[group.rank], within_s=options.grace_s, pipe=pipe)
     job = _described(options, group, environ, run_dir=Path(first["run_dir"]), search=search)
