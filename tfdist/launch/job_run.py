@@ -290,6 +290,9 @@ def _run_on_hosts(  # noqa: D417
 
 
 def _lead(part: HostPart) -> int:
+    if os.path.exists(part.job.run_dir):
+        with RunDir(part.job.run_dir):  # new agents would kill the agents of a job that runs there
+            pass
     pem = certificate() if part.job.kind.is_elastic else None
     team, screen, run_path = Team(part, _hub(part), pem=pem), part.screen, part.job.run_dir
     code = EXIT_FAILED
