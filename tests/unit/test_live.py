@@ -189,6 +189,12 @@ def test_the_table_shows_each_task_and_last_metrics(tmp_path):
     assert "last epoch: loss 2.5  val_loss not finite\n" in text
 
 
+def test_names_in_brackets_are_shown_as_they_are(tmp_path):
+    task = {**STATUS["tasks"][0], "host": "[fd00::1]"}
+    (tmp_path / "live.json").write_text(json.dumps({**STATUS, "tasks": [task]}))
+    assert "[fd00::1]" in shown(tmp_path)
+
+
 def test_a_job_of_a_killed_launcher_is_not_running(tmp_path):
     task = {**STATUS["tasks"][0], "state": "running", "phase": "step"}
     status = {**STATUS, "state": "running", "tasks": [task]}
