@@ -186,10 +186,11 @@ def check_host(
         if config is not None:
             yield from _check_names(config)
             yield from _check_ports(config)
-    yield from check_packages(versions(), metadata.requires("tfdist") or ())
+    found = versions()
+    requirements = metadata.requires("tfdist") if "tfdist" in found else ()  # a checkout
+    yield from check_packages(found, requirements or ())
     yield from _check_machine(machine)
     if machine.gpus:
-        found = versions()
         nccl = found.get("nvidia-nccl-cu12") or found.get("nvidia-nccl-cu13")
         nccl = nccl or ctypes.util.find_library("nccl") or ""
         yield from check_gpus(_gpus(), _kernels(), nccl=nccl)
@@ -302,7 +303,7 @@ def available_bytes() -> int:
 def check_directory(name: str) -> Findings:
     """Yield the reasons that prevent saving there: permissions, fsync, disk space."""
     path = Path(name)
-    while not path.exists() and path != path.parent:
+    while not os.path.exists(path) and path != path.parent:
         path = path.parent  # the job creates the missing directories
     try:
         with tempfile.TemporaryDirectory(prefix=".tfdist-check-", dir=path) as folder:

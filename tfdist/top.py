@@ -119,7 +119,7 @@ def _table(status: Mapping[str, Any]) -> Table:
     for name in ("for", "step", "steps/s", "memory", "peak", "restarts"):
         table.add_column(name, justify="right", no_wrap=True)
     for task in status["tasks"]:
-        table.add_row(*_cells(task, has_hosts=has_hosts), style=_style(task))
+        table.add_row(*map(Text, _cells(task, has_hosts=has_hosts)), style=_style(task))
     return table
 
 

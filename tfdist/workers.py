@@ -59,7 +59,7 @@ def _asked(name: str, request: dict[str, Any], run_dir: Path) -> dict[str, Any]:
             raise UsageError(
                 str(run_dir),
                 f"its launcher does not answer ({error})",
-                fix="use the machine and the user account of the launcher",
+                fix="use the launcher's machine and user account (it is closed with --isolate)",
                 code="no-launcher",
             ) from None
     return answer

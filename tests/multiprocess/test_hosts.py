@@ -106,6 +106,24 @@ def test_remote_shells_get_named_variables_and_may_print(job, tmp_path):
     assert "Welcome" not in running.text
 
 
+def test_files_of_the_program_replace_no_module_of_an_agent(job, tmp_path):
+    (tmp_path / "secrets.py").write_text("KEY = 'mine'")
+    running = job(INDEX + "import secrets; print(secrets.KEY, index)")
+    assert running.end() == 0
+    assert all(f"mine {index}" in running.text for index in (0, 1))
+
+
+def test_a_second_launcher_leaves_the_agents_of_a_job_alone(job):
+    running = job(PAUSE, "--grace_s", "1")
+    running.ready(2)
+    other = job(PAUSE, "--grace_s", "1")
+    assert other.end() == EXIT_USAGE
+    assert "another job is running in" in other.text
+    running.signal(signal.SIGTERM)
+    assert running.end() == 143
+    assert "lost host" not in running.text
+
+
 def test_the_launcher_shows_the_tasks_of_all_hosts(job):
     (held,) = hold_ports(1)
     running = job(PHASES, f"--metrics_port={held.port}")

@@ -5,6 +5,8 @@ import json
 import os
 import shlex
 import socket
+from importlib.metadata import PackageNotFoundError
+from unittest.mock import Mock
 
 import pytest
 
@@ -114,6 +116,24 @@ def test_a_check_leaves_the_run_directory_unchanged(tmp_path):
     (tmp_path / "file").touch()
     (only,) = texts(check.check_directory(str(tmp_path / "file" / "x")))
     assert "Not a directory" in only
+
+
+def test_a_run_directory_in_a_closed_directory_is_a_finding(tmp_path):
+    (tmp_path / "closed").mkdir(mode=0)
+    user = os.geteuid()
+    os.seteuid(user or 65_534)  # root may open any directory
+    try:
+        (only,) = texts(check.check_directory(str(tmp_path / "closed" / "runs")))
+    finally:
+        os.seteuid(user)
+    assert "Permission denied" in only
+
+
+def test_a_checkout_that_is_not_installed_is_checked(monkeypatch):
+    monkeypatch.setattr(check, "versions", lambda: {"python": "3.11.7"})
+    monkeypatch.setattr(check.metadata, "requires", Mock(side_effect=PackageNotFoundError))
+    found = texts(check.check_host({}))
+    assert "error    packages: tfdist is missing. Fix: install tfdist." in found
 
 
 RSH = """#!/bin/sh

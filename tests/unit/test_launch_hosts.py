@@ -1,14 +1,17 @@
 """A job on several hosts, decided before any agent is started: the tasks of each."""
 
+import io
+import sys
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
 
-from tests.refusals import refused
+from tests.refusals import refusal, refused
 from tfdist.cluster import Task
 from tfdist.errors import UsageError
 from tfdist.launch.job_run import run_job
+from tfdist.launch.multihost import on_ray
 from tfdist.launch.multihost.agents import shell_of
 from tfdist.launch.multihost.host_agreement import passed_variables, without_secrets
 from tfdist.launch.multihost.hosts import (
@@ -134,6 +137,12 @@ def test_agents_get_the_variables_of_tasks_and_named_ones():
         assert passed_variables(environ, ()) == (environ if is_passed else {})
 
 
+def test_a_variable_with_its_value_is_refused_without_showing_it():
+    error = refusal(lambda: parse(["--hosts", "a,b", "--env", "X,API_KEY=tiger", "x.py"]))
+    assert (error.where, error.code) == ("--env", "bad-value")
+    assert "tiger" not in str(error)
+
+
 def test_a_custom_shell_command_contains_the_host():
     assert shell_of("ssh", None)[0] == "ssh"
     assert shell_of("ssh", "ssh -p 2222") == ["ssh", "-p", "2222", "{host}"]
@@ -212,8 +221,27 @@ def alike(tmp_path, environ=None, *, text="x", args="--lr 1"):
     return terms(environ or {}, program=program, search=())
 
 
+def test_launchers_of_a_ray_cluster_reserve_different_groups(monkeypatch):
+    answers = (Mock(stdout=io.StringIO('{"slots": [2]}\n')) for _ in range(2))
+    monkeypatch.setattr(on_ray.subprocess, "Popen", lambda *args, **options: next(answers))
+    one, other = (on_ray.reserve(2, within_s=1.0) for _ in range(2))  # containers share their ids
+    assert one[1] == other[1] == (2,)
+    assert one[0] != other[0]
+
+
+def test_a_ray_cluster_without_cpus_has_no_room(monkeypatch, capsys):
+    ray = Mock(nodes=lambda: [{"Alive": True, "Resources": {"memory": 1.0}}])
+    ray.util.placement_group.side_effect = ValueError("an empty list of bundles")
+    monkeypatch.setitem(sys.modules, "ray.util", ray.util)
+    monkeypatch.setattr(on_ray, "_ray", lambda: ray)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    on_ray._hold("name", 2, 1.0)
+    assert capsys.readouterr().out == '{"waited": 1.0}\n'
+
+
 def test_settings_of_one_host_make_no_difference(tmp_path):
     own = {"TF_CONFIG": "x", "TF_NUM_INTRAOP_THREADS": "4", "HOME": "/root", "TF_CPP_X": "1"}
+    own["TFDIST_HOSTS"] = "a,b"  # which the launcher ignores and does not pass on
     assert alike(tmp_path) == alike(tmp_path, own)
     missing = alike(tmp_path, args="--config {}")
     assert missing[f"the hash of {tmp_path / 'mnist.py'}"] == "not readable"

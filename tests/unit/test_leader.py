@@ -180,14 +180,14 @@ def test_waits_end_in_time_for_heartbeats_of_hosts(world):
     assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
 
 
-def test_a_failing_launcher_ends_its_agents(monkeypatch):
+def test_a_failing_launcher_ends_its_agents(monkeypatch, tmp_path):
     team = Mock()
     team.gather.return_value = None
     team.roll_call.side_effect = OSError("a disk that is full")
     monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
     monkeypatch.setattr(job_run, "_hub", Mock())
     with pytest.raises(OSError, match="full"):
-        job_run._lead(Mock())
+        job_run._lead(Mock(job=Mock(run_dir=tmp_path / "run")))
     team.end.assert_called_once_with(EXIT_FAILED)
 
 

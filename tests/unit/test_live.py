@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import urllib.request
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from tests.unit.test_report import RUNS
 from tfdist import top
-from tfdist.cluster import Task
+from tfdist.cluster import Task, hold_ports
 from tfdist.launch.events import Awakening, Beat, Ended, Started
 from tfdist.launch.live import MAX_BINS, AttemptHistory, LiveStatus, metrics_server, prometheus_text
 from tfdist.launch.state import JobState
@@ -138,6 +139,14 @@ def test_a_hanging_metrics_server_does_not_block_the_launcher(tmp_path):
     assert not child.is_running()
 
 
+def test_files_of_the_user_replace_no_module_of_the_metrics_server(tmp_path, monkeypatch):
+    (tmp_path / "socketserver.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with hold_ports(1)[0] as held, metrics_server(held.port, tmp_path / "live.json"):
+        url = f"http://127.0.0.1:{held.port}/metrics"
+        assert urllib.request.urlopen(url, timeout=20).read() == b""
+
+
 def test_a_reader_that_leaves_is_no_error(capfd):
     with listen(0, flag="--port") as listener:
         address, asked, left = listener.getsockname(), threading.Event(), threading.Event()
@@ -172,6 +181,12 @@ def test_the_table_shows_each_task_and_last_metrics(tmp_path):
     text = shown(tmp_path)
     assert "step 100 " in text
     assert "last epoch: loss 2.5  val_loss not finite\n" in text
+
+
+def test_names_in_brackets_are_shown_as_they_are(tmp_path):
+    task = {**STATUS["tasks"][0], "host": "[fd00::1]"}
+    (tmp_path / "live.json").write_text(json.dumps({**STATUS, "tasks": [task]}))
+    assert "[fd00::1]" in shown(tmp_path)
 
 
 def test_a_job_of_a_killed_launcher_is_not_running(tmp_path):

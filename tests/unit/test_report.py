@@ -199,6 +199,24 @@ def test_output_of_a_task_stays_plain_text(run_dir):
     assert "<script>alert(1)</script>" in page.text
 
 
+def test_markup_in_place_of_a_number_is_refused(run_dir):
+    report = json.loads((run_dir / "report.json").read_text())
+    report["attempts"][0]["exit_code"] = "<img src=x>"
+    (run_dir / "report.json").write_text(json.dumps(report))
+    assert program.main([str(run_dir)]) == 2
+
+
+def test_a_command_that_is_not_utf8_is_shown(run_dir):
+    change(run_dir / "report.json", job={"command": "train.py /data/caf\udce9"})
+    assert program.main([str(run_dir)]) == 0
+    assert "caf\\udce9" in (run_dir / "report.html").read_text()
+
+
+def test_a_path_that_cannot_be_read_is_one_line(capsys):
+    assert program.main(["x" * 300]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_run_of_a_killed_launcher_is_shown(run_dir):
     report = change(run_dir / "report.json", exit_code=None)
     change(run_dir / "report.json", attempts=report["attempts"][:1])

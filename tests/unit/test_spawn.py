@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,6 +107,25 @@ def test_the_last_whole_answer_of_each_task_is_read(tmp_path_factory):
     records = [answer("worker-0", 1, 300_000), answer("worker-1", 1, 0), answer("worker-0", 2, 1)]
     (folder / "answers" / "2-worker-1.part").write_bytes(b"half")  # the task is killed
     assert spawning._answers(folder) == records
+
+
+def test_the_result_is_of_the_chief_that_an_elastic_job_has_then(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("spawned")
+    (folder / "answers").mkdir()
+    (folder / "function").write_bytes(spawning._pickled(len, ["ab"], {}))
+    for name in ("path", "argv"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    cluster, task = {"worker": ["a:1", "a:2"]}, {"type": "worker", "index": 1}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    job = SimpleNamespace(is_chief=False)
+    module = SimpleNamespace(current_job=lambda: job)
+    monkeypatch.setitem(sys.modules, "tfdist.strategy.job", module)
+    spawning.serve([str(folder)])
+    assert spawning._answers(folder) == []
+    job.is_chief = True
+    spawning.serve([str(folder)])
+    (answer,) = spawning._answers(folder)
+    assert (answer["task"], pickle.loads(answer["value"])) == ("worker-1", 2)
 
 
 def test_a_killed_task_is_described_by_its_last_lines():

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tfdist.errors import EXIT_PEER_MISSING
 from tfdist.launch.task import note_to, run_program
 
 
@@ -46,9 +48,21 @@ def test_the_cause_is_the_line_of_the_exception(tmp_path, raised, cause, monkeyp
     assert said == [(1, cause)]
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_backport_beside_tfdist_replaces_no_module_of_python(tmp_path):
+    """As PyPI's dataclasses in site-packages, which old requirements list."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tfdist", tmp_path / "tfdist", ignore=ignored)
+    (tmp_path / "dataclasses.py").write_text("raise ImportError('a backport')")
+    command = [sys.executable, str(tmp_path / "tfdist/launch/bootstrap.py"), "agent"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert done.returncode == EXIT_PEER_MISSING, done.stderr  # it has no launcher
+
+
 # A task's signs of life, in processes of its own.
 
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0
 START = "import os, sys, time; from tfdist.launch import task; fd = int(sys.argv[1]);"
 FAST = START + "task.start_heartbeat(fd, task='worker-0', every_s=0.02)\n"

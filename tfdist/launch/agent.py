@@ -56,7 +56,8 @@ def _serve(pipe: Pipe, *, address: str) -> int:
     first = {**messages[0], "at": address}
     os.chdir(first["cwd"])
     os.environ.update(first["env"])
-    sys.path[:0] = [first["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
+    sys.path.append(first["cwd"])  # last: a secrets.py there must not replace Python's module
     assert first["module"] in MODULES, first["module"]
     from importlib import import_module
 

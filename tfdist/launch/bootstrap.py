@@ -13,6 +13,6 @@ if __name__ == "__main__":
         del sys.path[0]  # the directory of this file
     root = dirname(dirname(dirname(realpath(__file__))))
     sys.path.insert(0, root)
-    module = import_module("tfdist.launch." + sys.argv[1])
+    import_module("tfdist")  # only the package: a backport beside it must not replace a module
     sys.path.remove(root)
-    module.main(sys.argv[2:])
+    import_module("tfdist.launch." + sys.argv[1]).main(sys.argv[2:])

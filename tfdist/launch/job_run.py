@@ -117,7 +117,7 @@ def serve(first: Message, pipe: Pipe) -> int:
         UsageError: The job cannot run on this host.
     """
     options, group = decode(LaunchOptions, first["options"]), decode(Group, first["group"])
-    environ, search = dict(os.environ), sys.path
+    environ, search = dict(os.environ), [os.getcwd(), *sys.path]
     check_program(options.program)
     lock = lock_host(first["run_dir"], group.hosts[group.rank], within_s=options.grace_s, pipe=pipe)
     job = _described(options, group, environ, run_dir=Path(first["run_dir"]), search=search)
@@ -265,6 +265,9 @@ def _run_on_hosts(  # noqa: D417
 
 
 def _lead(part: HostPart) -> int:
+    if os.path.exists(part.job.run_dir):
+        with RunDir(part.job.run_dir):  # new agents would kill the agents of a job that runs there
+            pass
     pem = certificate() if part.job.kind.is_elastic else None
     team, screen, run_path = Team(part, _hub(part), pem=pem), part.screen, part.job.run_dir
     code = EXIT_FAILED

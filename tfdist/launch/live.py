@@ -2,8 +2,8 @@
 
 Heartbeats arrive once a second. A heartbeat's phase counts for the time since the previous beat.
 
-Run as a module, this file reads `live.json` and serves metrics. This is a separate process because
-the launcher forks, so it must not start threads or wait for clients.
+`main` reads `live.json` and serves metrics, in a separate process. The launcher forks, so it must
+not start threads or wait for clients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tfdist.cluster import Task
 from tfdist.errors import require_packages
 from tfdist.files import write_json
 from tfdist.launch.events import Awakening, Beat, Started
+from tfdist.launch.guardian import bootstrap_command
 from tfdist.launch.machine import memory_bytes
 from tfdist.launch.state import JobState
 from tfdist.phases import PHASES, SUM
@@ -297,7 +298,7 @@ def metrics_server(port: int, live_file: Path) -> Iterator[None]:
 
     with listen(port, flag="--metrics_port") as listener:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(listener.fileno()), str(live_file)],
+            bootstrap_command("live", str(listener.fileno()), str(live_file)),
             stdin=subprocess.PIPE,
             pass_fds=[listener.fileno()],
             process_group=0,  # Ctrl-C in the terminal must not stop it
@@ -309,21 +310,19 @@ def metrics_server(port: int, live_file: Path) -> Iterator[None]:
             process.kill()  # it writes no file, and SIGTERM has no effect if it is stopped
 
 
-def serve_metrics(listener_fd: int, live_file: Path) -> None:
-    """Serve until standard input closes."""
+def main(argv: Sequence[str]) -> None:
+    """Serve until standard input closes. `argv` holds the listener's descriptor and the file."""
     from tfdist.loopback import make_server
+
+    live_file = Path(argv[1])
 
     def metrics() -> str:
         with contextlib.suppress(FileNotFoundError):
             return prometheus_text(json.loads(live_file.read_text(encoding="utf-8")))
         return ""  # live.json does not exist yet
 
-    listener = socket.socket(fileno=listener_fd)
+    listener = socket.socket(fileno=int(argv[0]))
     with make_server(listener, metrics, path="/metrics", content_type=_METRICS_TYPE) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         sys.stdin.buffer.read()
         server.shutdown()
-
-
-if __name__ == "__main__":
-    serve_metrics(int(sys.argv[1]), Path(sys.argv[2]))

@@ -141,6 +141,9 @@ def _check_together(options: LaunchOptions) -> None:
     if fewest is not None and are_counted and fewest > workers:
         problem = f"{fewest} is more than the {workers} workers of the job"
         refuse("min_workers", problem, f"use --min_workers {workers}", code="bad-value")
+    if "=" in (options.env or ""):  # a name with a value would match no variable
+        fix = "export NAME=VALUE, and pass --env NAME"
+        refuse("env", "it has a value (not shown), but takes only names", fix, code="bad-value")
     if options.on == "ray" and options.hosts is not None:
         refuse("hosts", "Ray selects the hosts", "leave --hosts out, or use --on ssh")
     if options.on == "ssh" and options.hosts is None:

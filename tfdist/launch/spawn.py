@@ -279,7 +279,10 @@ def serve(argv: Sequence[str]) -> None:
     try:
         fn, args, keywords = pickle.loads(given["call"])
         value = fn(*args, **keywords)
-        if config is None or config.task == config.cluster.chief_task:
+        module = sys.modules.get("tfdist.strategy.job")
+        job = module.current_job() if module else None
+        is_first = config is None or config.task == config.cluster.chief_task
+        if job.is_chief if job else is_first:  # in an elastic job, another task may take over
             _answer(folder, {"kind": "result", **me, "value": cloudpickle.dumps(value)})
     except Exception as error:
         trace = "" if isinstance(error, TfdistError) else _traceback(error)

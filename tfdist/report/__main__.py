@@ -89,7 +89,8 @@ def _read(paths: Sequence[Path]) -> tuple[list[RunRecord], list[SweepRecord]]:
 def _page(paths: Sequence[Path], *, is_followed: bool = False) -> str:
     runs, sweeps = _read(paths)
     with reading(", ".join(map(str, paths))):
-        return render(runs, sweeps, is_followed=is_followed)
+        page = render(runs, sweeps, is_followed=is_followed)
+    return page.encode(errors="backslashreplace").decode()  # a command or path may not be UTF-8
 
 
 if __name__ == "__main__":

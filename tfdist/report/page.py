@@ -403,7 +403,7 @@ def _head(attempt: AttemptRecord) -> str:
     facts = []
     if attempt.first_step_s is not None:
         facts.append(f"first step after {duration(attempt.first_step_s)}")
-    facts.append("runs" if attempt.exit_code is None else f"exit code {attempt.exit_code}")
+    facts.append("runs" if attempt.exit_code is None else f"exit code {attempt.exit_code:d}")
     return f'<div class="head">Attempt {attempt.number} <span>{", ".join(facts)}</span></div>'
 
 

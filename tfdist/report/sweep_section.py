@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -40,7 +41,7 @@ class SweepRecord:
 
 def is_sweep(path: Path) -> bool:
     """Return whether the directory has the journal of a sweep."""
-    return (path / JOURNAL).is_file()
+    return os.path.isfile(path / JOURNAL)  # also False if the directory is not readable
 
 
 def read_sweep(path: Path) -> SweepRecord:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from tfdist.cluster.settings import may_hold_a_secret, may_name_a_secret
 
 _MATTERS = re.compile(r"(TF|TF2|KERAS|XLA|TFDIST)_")
-_OWN = re.compile(r"TF_CONFIG|TF_CPP_|TF_NUM_|TF_GPU_|TFDIST_(NODE_RANK|LOCAL_RANK|RESTARTS)")
+_OWN = re.compile(r"TF_CONFIG|TF_CPP_|TF_NUM_|TF_GPU_|TFDIST_(HOSTS|NODE_RANK|LOCAL_RANK|RESTARTS)")
 """Variables that may differ between hosts."""
 _PASSED = re.compile(
     r"(TF|TF2|KERAS|XLA|TFDIST|NCCL|GRPC|OMP)_.*|PYTHON.*|LD_LIBRARY_PATH|LANG|LC_ALL"

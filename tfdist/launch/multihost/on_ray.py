@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import socket
 import subprocess
@@ -35,7 +36,7 @@ def reserve(num_tasks: int, *, within_s: float) -> tuple[str, tuple[int, ...]]:
         UsageError: Ray is not installed, or there is no cluster.
         StartupTimeout: The cluster has no room in time.
     """
-    name = f"tfdist-{os.getpid()}"
+    name = f"tfdist-{secrets.token_hex(8)}"  # a process id is not unique in a cluster
     words = bootstrap_command(MODULE, "hold", name, str(num_tasks), str(within_s))
     holder = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, process_group=0
@@ -95,9 +96,11 @@ def _hold(name: str, num_tasks: int, within_s: float) -> None:
     num_tasks = num_tasks or len(able)
     each, more = divmod(num_tasks, max(1, min(num_tasks, len(able))))
     slots = [each + (rank < more) for rank in range(num_tasks // each if each else 0)][: len(able)]
-    places = placement_group([{"CPU": n} for n in slots], strategy="STRICT_SPREAD", name=name)
-    is_ready = places.wait(within_s)
-    print(json.dumps({"slots": slots} if is_ready else {"waited": within_s}), flush=True)
+    options = {"strategy": "STRICT_SPREAD", "name": name}
+    if slots and placement_group([{"CPU": n} for n in slots], **options).wait(within_s):
+        print(json.dumps({"slots": slots}), flush=True)
+    else:  # no room, or no node has CPUs
+        print(json.dumps({"waited": within_s}), flush=True)
     sys.stdin.read()  # until the launcher exits
 
 
