@@ -107,7 +107,7 @@ def build(model: keras.Model, job: Job, feed: Feed, *, slots: Slots = "whole") -
             _require_built_parts(model)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        if slots != "none" and job.stages is None:
+        if slots != "none" and job.stages is None and not job.kind.has_servers:
             _build_other_optimizers(model, job, feed)
     model._post_build()
     _require_variables_of_scope(model, job)
