@@ -563,6 +563,21 @@ class Alternating(Halves):
         self.of_second.apply(gradients[2:], self.second.trainable_variables)
 
 
+class Headed(OwnStep, keras.Model):
+    """With a head that only its step calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = layers.Dense(4, "tanh"), layers.Dense(1)
+
+    def call(self, x):
+        return self.body(x)
+
+    def loss_of(self, data):
+        x, y = data
+        return tf.reduce_mean((self.head(self(x)) - y) ** 2)
+
+
 class Siamese(Halves):
     """Its `call` takes pairs, of which a batch gives one as x and the other as y."""
 
@@ -865,6 +880,12 @@ CORE = "several optimizers", "metrics with a state and of several results", "a c
 )
 def test_replicas_end_alike(strategies, cell):
     require_alike(strategies, CELLS[cell])
+
+
+def test_a_layer_that_only_the_step_calls_is_trained(strategies):
+    options = {"replicas": (1, 2), "epochs": 2, **GUIDED}
+    cell = keras_too(lambda: compiled(Headed), GUIDE_X[:48], GUIDE_Y[:48], **options)
+    require_alike(strategies, cell)
 
 
 def test_an_unbuilt_layer_is_refused(strategies):

@@ -418,6 +418,16 @@ def test_a_version_of_a_killed_export_is_not_published(tmp_path):
     assert export._published(options) == set()
 
 
+class Tokenizer(layers.Layer):
+    """With a vocabulary that its configuration never has, as some of KerasHub's."""
+
+    def call(self, x):
+        return x
+
+    def get_vocabulary(self):
+        return ["a"]
+
+
 def test_adapted_layers_are_published_or_refused(tmp_path):
     values = (RNG.randn(16, 3) * 5 + 20).astype("float32")
     scale, look_up = layers.Normalization(), layers.StringLookup(output_mode="one_hot")
@@ -444,6 +454,8 @@ def test_adapted_layers_are_published_or_refused(tmp_path):
     caught = refusal(lambda: _written(vocabulary, tmp_path))
     assert caught.code == "not-a-model"
     assert f"layer {look_up.name} has a vocabulary from adapt" in caught.problem
+    caught = refusal(lambda: _written(line(Tokenizer()), tmp_path))
+    assert caught.code == "not-a-model"
     known = layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")
     assert _written(keras.Model(word, layers.Dense(2)(known(word))), tmp_path)
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import tfdist
 from tests import forked_python
-from tests.models import noted_ranges
+from tests.models import around, noted_ranges
 from tests.refusals import refusal, refused
 from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig, read_environment
 from tfdist.options import TRIAL
@@ -373,6 +373,14 @@ def test_a_fit_per_epoch_continues_the_step_numbers(strategies, monkeypatch, tmp
     # The program starts again, and resumes no fit.
     in_run_dir(strategies, monkeypatch, tmp_path / "run").fit(X, Y, batch_size=20, verbose=0)
     assert steps_of(tmp_path / "run") == [2]
+
+
+def test_a_model_with_several_learning_rates_has_lines(strategies, monkeypatch, tmp_path):
+    model = in_run_dir(strategies, monkeypatch, tmp_path / "run")
+    with strategies[2].scope():
+        model.compile(around(keras.optimizers.SGD()), model.loss)
+    model.fit(X, Y, batch_size=20, epochs=2, verbose=0)
+    assert steps_of(tmp_path / "run") == [2, 4]
 
 
 def test_a_run_cut_by_max_time_has_one_line_for_each_epoch(strategies, monkeypatch, tmp_path):

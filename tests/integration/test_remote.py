@@ -229,6 +229,20 @@ def test_skipped_uploads_do_not_hide_a_second_writer(store):
     assert max(in_bucket()) == "step-000000009.2"
 
 
+def test_an_upload_that_is_slower_than_the_saves_is_complete(store, monkeypatch, caplog):
+    local, copy = store("a", keep=1)
+
+    def save_more(path, _):
+        for step in (2, 3) if path.endswith("arrays.bin") else ():
+            local.write(step, {"a": np.full(3, step)}, meta={})
+
+    failing(monkeypatch, "put_file", save_more)
+    saved(local, copy, 1)
+    assert in_bucket() == {"step-000000001.1": {"arrays.bin", "manifest.json"}}
+    assert "not uploaded" not in caplog.text
+    assert local.steps() == [3]
+
+
 def test_the_bucket_keeps_the_newest_checkpoints_and_the_best(store):
     local, copy = store("a", keep=2)
     for step in range(1, 6):

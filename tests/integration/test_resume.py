@@ -1,5 +1,6 @@
 """BackupAndRestore: a run that is cut anywhere ends like one that was left alone."""
 
+import contextlib
 import functools
 import json
 import random
@@ -15,6 +16,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from keras.src.callbacks.monitor_callback import MonitorCallback
 
 import tfdist
 from tests.models import AtStep, Cut, bits, classifier
@@ -130,6 +132,30 @@ def test_a_run_resumes_from_the_backup_with_the_largest_step(strategies, tmp_pat
     assert CheckpointStore(local).steps() == [40, 44, 48]
 
 
+class Calls(keras.callbacks.Callback):
+    """The calls of its batch hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.seen.append(("begin", batch))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(("end", batch))
+
+
+def test_a_run_that_resumes_between_batch_hooks_begins_with_the_first(strategies, tmp_path):
+    """A save every 4 steps, and hooks every 3."""
+    for callback in AtStep(6), Calls():
+        model = make(strategies[1])
+        model.steps_per_execution = 3
+        with contextlib.suppress(Cut):
+            fit(model, tmp_path, [callback], epochs=1)
+    assert callback.seen[:3] == [("begin", 4), ("end", 5), ("begin", 6)]
+
+
 class Adversaries(keras.Model):
     """Two models with an optimizer each, as in Keras' guide to such networks."""
 
@@ -142,8 +168,6 @@ class Adversaries(keras.Model):
     def compile(self, *optimizers):
         super().compile()
         self.critics, self.makers = optimizers[0], [optimizers[1]]
-        self.critics.build(self.critic.trainable_variables)
-        self.makers[0].build(self.maker.trainable_variables)
 
     def train_step(self, data):
         x, _ = data
@@ -158,10 +182,13 @@ class Adversaries(keras.Model):
         return {"loss": loss}
 
 
-def test_the_state_of_several_optimizers_is_resumed(strategies, tmp_path):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_state_of_several_optimizers_is_resumed(strategies, tmp_path, replicas):
+    """The step builds them, as in Keras' guides."""
+
     def trained(directory, more=()):
         keras.utils.set_random_seed(1)
-        with strategies[2].scope():
+        with strategies[replicas].scope():
             model = Adversaries()
             model.compile(keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.02))
         backup = tfdist.BackupAndRestore(directory, save_freq=4)
@@ -233,6 +260,12 @@ def hand_over(before, *resumed):
         callback_state.set_states([callback], callback_state.get_states([before]))
 
 
+def test_a_csv_log_at_a_url_is_continued():
+    log = keras.callbacks.CSVLogger("gs://bucket/log.csv")
+    callback_state.prepare_to_resume([log], epoch=1)
+    assert log.append
+
+
 def test_a_resumed_csv_log_keeps_its_columns(tmp_path):
     """Those of an epoch without validation, also where the run goes on with one that has it."""
     before, resumed = (keras.callbacks.CSVLogger(tmp_path / "log.csv") for _ in range(2))
@@ -279,6 +312,19 @@ def test_a_model_checkpoint_within_epochs_keeps_its_best_value(tmp_path):
     resumed.on_train_batch_end(0, {"loss": 3.0})
     assert resumed.best == 2.1
     assert not any(tmp_path.iterdir())
+
+
+def test_a_resumed_orbax_checkpoint_keeps_its_count_and_best_value():
+    """Without Orbax, whose constructor fails."""
+    before, resumed = (object.__new__(keras.callbacks.OrbaxCheckpoint) for _ in range(2))
+    for callback in before, resumed:
+        options = {"save_freq": 1, "save_best_only": True}
+        MonitorCallback.__init__(callback, "loss")
+        vars(callback).update(_total_batches_seen=0, **options)
+    before.best, before._total_batches_seen = 2.1, 30
+    hand_over(before, resumed)
+    assert (resumed.best, resumed._total_batches_seen) == (2.1, 30)
+    assert not resumed._is_improvement(3.0, resumed.best)
 
 
 def listed(tmp_path):
@@ -404,12 +450,28 @@ def test_a_finished_run_is_not_run_again(strategies, finished, caplog):
         ({"batch_size": 16}, "global_batch_size 8 -> 16"),
         ({"seed": 6}, "seed 5 -> 6"),
         ({"shuffle": False}, "shuffle True -> False"),
+        ({"class_weight": {1: 2}}, "class_weight None -> [1.0, 2.0]"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(strategies, finished, change, named):
     told = refusal(lambda: fit(make(strategies[1]), finished[1], **change))
     assert told.code == "another-run"
     assert named in told.problem
+
+
+def test_a_run_with_the_same_class_weights_is_resumed(strategies, tmp_path):
+    for epochs, weights in (1, {0: 1, 1: 2}), (2, {1: 2.0}):
+        history = fit(make(strategies[1]), tmp_path, epochs=epochs, class_weight=weights)
+    assert len(history.history["loss"]) == 2
+
+
+def test_a_refusal_hides_control_characters_of_a_checkpoint(strategies, finished, tmp_path):
+    shutil.copytree(finished[1], tmp_path / "run")
+    for directory in (tmp_path / "run").glob("step-*"):
+        forged(directory, lambda body: body["meta"]["fingerprint"].update(data="\x1b[2J" * 99))
+    told = refusal(lambda: fit(make(strategies[1]), tmp_path / "run"))
+    assert told.problem.isprintable()
+    assert len(told.problem) < 500
 
 
 def test_epochs_of_another_length_are_refused(strategies, tmp_path):
@@ -629,19 +691,20 @@ def test_a_state_that_became_nan_is_not_saved(strategies, tmp_path, caplog):
     assert "checkpoint skipped" in caplog.text
 
 
-def test_weights_that_became_nan_before_the_loss_are_not_saved(strategies, tmp_path, caplog):
-    """The gradient of a root is NaN at 0, in the sixth step."""
+@pytest.mark.parametrize("every", [None, 4])
+def test_weights_that_became_nan_before_the_loss_are_not_saved(strategies, tmp_path, caplog, every):
+    """The gradient of a root is NaN at 0, in the sixth step, and so is a sum of gradients."""
     with strategies[1].scope():
         root = keras.layers.Lambda(lambda x: keras.ops.sqrt(abs(x)))
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False), root])
-        model.compile("sgd", "mse")
+        model.compile(keras.optimizers.SGD(gradient_accumulation_steps=every), "mse")
     x, y = np.ones((2, 10, 1), "float32")
     x[5] = 0
     backup = tfdist.BackupAndRestore(tmp_path, save_freq=2)
     stop = keras.callbacks.TerminateOnNaN()
     tfdist.fit(model, x, y, batch_size=1, shuffle=False, verbose=0, callbacks=[stop, backup])
     assert CheckpointStore(tmp_path).latest() == 4
-    assert "a trainable weight is not finite at step 6: checkpoint skipped" in caplog.text
+    assert "slot of the optimizer is not finite at step 6: checkpoint skipped" in caplog.text
 
 
 def test_a_nan_validation_does_not_prevent_a_save(strategies, tmp_path):
@@ -657,6 +720,7 @@ def test_a_nan_validation_does_not_prevent_a_save(strategies, tmp_path):
     model.layers[0].bias.assign(np.full(8, np.nan))
     figures = {"loss": 1.0, "val_loss": float("nan")}
     assert resume.reason_not_to_save(model, figures) == "a weight is not finite"
+    assert resume.reason_not_to_save(model, {"loss": np.ones(3)}) == ""
 
 
 def test_a_later_attempt_waits_for_the_earlier_one(tmp_path, monkeypatch):

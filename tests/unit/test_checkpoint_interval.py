@@ -46,3 +46,11 @@ def test_the_interval_follows_the_cost_of_saves(tmp_path):
     backup._choose_interval(0.3, mtbf_s=3600.0)
     assert backup._every_s == interval_for(0.2, 3600.0)
     assert BackupAndRestore(tmp_path, "auto")._mtbf_s == DEFAULT_MTBF_S
+
+
+def test_a_skipped_save_waits_for_the_next_interval(tmp_path):
+    backup = BackupAndRestore(tmp_path, every_s=3600)
+    backup._saved_at -= 7200
+    assert backup.due()
+    backup.pass_over()
+    assert not backup.due()

@@ -257,7 +257,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             of = "a weight that is not finite"
             is_bad = bool(sum_over_tasks(job, np.array([float(is_bad)]), of=of)[0])
         if is_bad:
-            return "a trainable weight is not finite"
+            return "a trainable weight or a slot of the optimizer is not finite"
         self._saved_run, self._last_save, self._lost_save = run, (run.step, best), (-1, False)
         self._best.epoch_begins()
         if not is_chief:
@@ -298,6 +298,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def pass_over(self) -> None:
         """Note that the current state is not saved, so that it does not count as the best."""
         self._best.not_saved()
+        self._saved_at = time.monotonic()  # else every block tries again
 
     def wait(self) -> None:
         """Wait until the last save is on the disk. Raise the error of that write once."""
@@ -379,20 +380,19 @@ class BackupAndRestore(keras.callbacks.Callback):
         mine = self._configuration or model_state.configuration_of(model)
         model_state.require_same_configuration(meta.get("configuration"), mine, where=where)
         before, now = meta.get("place", {}), _place(job)
-        differences = [
-            f"{n} {before[n]} -> {now[n]}" for n in now if before.get(n, now[n]) != now[n]
-        ]
+        differing = [n for n in now if before.get(n, now[n]) != now[n]]
+        text = ", ".join(f"{n} {before[n]} -> {now[n]}" for n in differing)
+        differences = model_state.printable(text)
         if differences and self.exact:
             raise UsageError(
                 where,
-                f"exact=True needs the setup of the saved run, but it differs: "
-                f"{', '.join(differences)}",
+                f"exact=True needs the setup of the saved run, but it differs: {differences}",
                 fix="start the run with the same setup, or leave out exact=True",
                 code="not-exact",
             )
         if differences:
-            found = ", ".join(differences)
-            _LOG.info("resumed with another setup (%s): results may differ in the last bits", found)
+            text = "resumed with another setup (%s): results may differ in the last bits"
+            _LOG.info(text, differences)
 
 
 _in_run_dir = itertools.count(1)

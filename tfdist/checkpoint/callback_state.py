@@ -34,6 +34,10 @@ _ATTRIBUTES: dict[type, dict[str, Any]] = {
         **{"monitor": _TEXT, "best": _METRIC},
         **{"_batches_seen_since_last_saving": _COUNT, "_last_batch_seen": _METRIC},
     },
+    keras.callbacks.OrbaxCheckpoint: {
+        **{"monitor": _TEXT, "best": _METRIC, "_total_batches_seen": _COUNT},
+        **{"_batches_seen_since_last_saving": _COUNT, "_last_batch_seen": _METRIC},
+    },
     keras.callbacks.History: {"history": {}, "epoch": [_COUNT]},
     keras.callbacks.TensorBoard: {**{"_global_train_batch": _COUNT, "_global_test_batch": _COUNT}},
     keras.callbacks.SwapEMAWeights: {"_ema_weights_in_model": False},
@@ -127,11 +131,12 @@ def _as_array(value: Any) -> Any:
 
 
 def _set_direction(callback: Any) -> None:
-    """Set the better direction of the metric in a ModelCheckpoint that saves within epochs.
+    """Set the better direction of the metric in a callback that saves models within epochs.
 
     Keras sets it at the end of the first epoch. If a best value is restored before, Keras fails.
     """
-    if not isinstance(callback, keras.callbacks.ModelCheckpoint) or callback.monitor_op is not None:
+    savers = keras.callbacks.ModelCheckpoint | keras.callbacks.OrbaxCheckpoint
+    if not isinstance(callback, savers) or callback.monitor_op is not None:
         return
     if callback.save_freq != "epoch" and callback.save_best_only and callback.best is not None:
         callback._set_monitor_op()
@@ -183,8 +188,9 @@ def prepare_to_resume(callbacks: Sequence[Any], *, epoch: int) -> None:
     Call it before `on_train_begin`. TensorBoard logs stay: TensorBoard shows a step's last event.
     """
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.CSVLogger) and os.path.exists(callback.filename):
-            if epoch or not callback.append:  # append at epoch 0 keeps another run's lines
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            is_mine = epoch or not callback.append  # append at epoch 0 keeps another run's lines
+            if is_mine and os.path.exists(callback.filename):  # a log at a URL keeps all lines
                 _cut(callback.filename, separator=callback.sep, epoch=epoch)
             callback.append = True
 
@@ -201,9 +207,9 @@ def _get(callback: Any) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert NumPy arrays and numbers to JSON values."""
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
+    """Convert arrays, tensors and variables to JSON values."""
+    if hasattr(value, "__array__"):
+        return np.asarray(value).tolist()
     raise TypeError(type(value).__name__)
 
 

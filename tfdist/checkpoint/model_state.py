@@ -38,7 +38,7 @@ Settings = dict[str, Any]
 
 def variables_of(model: keras.Model) -> dict[str, Any]:
     """Return the variables of a run's state, by their names in a checkpoint."""
-    slots = {id(v): v for one in _all_optimizers(model) for v in one.variables}
+    slots = {id(v): v for one in all_optimizers(model) for v in one.variables}
     groups = {
         "weights": model.weights,
         "optimizer": list(slots.values()),
@@ -55,7 +55,7 @@ def states_of(model: keras.Model) -> list[Any]:
     return [state for state in keras.tree.flatten(states) if state is not None]
 
 
-def _all_optimizers(model: keras.Model) -> Iterator[Any]:
+def all_optimizers(model: keras.Model) -> Iterator[Any]:
     """Yield the optimizer of `compile` and the optimizers that a custom `train_step` may use."""
     optimizer = getattr(model, "optimizer", None)  # Keras sets it in compile
     if optimizer is not None:
@@ -93,13 +93,19 @@ def capture(model: keras.Model, job: Job) -> Arrays:
 
 
 def is_finite(model: keras.Model, arrays: Mapping[str, Any]) -> bool:
-    """Return whether the trainable weights are finite, in the chief those in `arrays`.
+    """Return whether the trainable weights are finite and no slot is NaN, in the chief in `arrays`.
 
-    Other weights may be infinite by design, such as masks and running minima.
+    Other weights may be infinite by design, such as masks and running minima. A slot that is
+    infinite may stop the updates of its weight, but a gradient accumulator must be finite.
     """
-    trainable = [(i, v) for i, v in enumerate(model.weights) if v.trainable]
-    found = (arrays[f"weights/{i}"] if arrays else np.asarray(v.value) for i, v in trainable)
-    return all(np.isfinite(array).all() for array in found)
+    for name, variable in variables_of(model).items():
+        is_slot = name.startswith("optimizer/")
+        if is_slot or (name.startswith("weights/") and variable.trainable):
+            array = arrays[name] if arrays else np.asarray(variable.value)
+            may_be_infinite = is_slot and "gradient_accumulator" not in variable.path
+            if np.isnan(array).any() or not (may_be_infinite or np.isfinite(array).all()):
+                return False
+    return True
 
 
 def restore(model: keras.Model, job: Job, arrays: Mapping[str, Any] | None) -> None:
@@ -252,8 +258,11 @@ def _roles(names: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _summary(differences: Sequence[str]) -> str:
-    """Return the first differences, with control characters escaped: names may be untrusted."""
-    text = named(differences, most=_DIFFERENCES_SHOWN)
+    return printable(named(differences, most=_DIFFERENCES_SHOWN))
+
+
+def printable(text: str) -> str:
+    """Return a text with control characters escaped: a checkpoint may be untrusted."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

@@ -111,7 +111,7 @@ def _written(model: keras.Model, directory: Path) -> Path:
     for layer in model._flatten_layers():
         # A vocabulary is not a weight. The configuration holds it only if the constructor got it.
         require(
-            not hasattr(layer, "get_vocabulary") or layer.get_config()["vocabulary"] is not None,
+            not hasattr(layer, "get_vocabulary") or layer.get_config().get("vocabulary"),
             "publish",
             f"layer {layer.name} has a vocabulary from adapt, which its configuration does not "
             "contain",

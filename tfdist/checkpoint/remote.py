@@ -255,8 +255,9 @@ class RemoteCheckpoints:
                     return
                 name = self._pending[0]
             try:
-                if (self._store.directory / name).exists():  # not replaced by newer checkpoints
-                    self._upload(name)
+                with self._store.holding(name) as exists:
+                    if exists:  # newer checkpoints have not replaced it
+                        self._upload(name)
             except SecondWriter as error:
                 self.error = error
                 _LOG.error("%s", error)

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,7 @@ class CheckpointStore:
         self._writing = threading.Lock()
         self._lock = FileLock(self.directory / _LOCK)
         self._known_damaged: set[Path] = set()
+        self._held = ""
 
     def prepare(self) -> None:
         """Create the directory, lock it, and remove the leftovers of a crash.
@@ -216,6 +217,18 @@ class CheckpointStore:
             logger.info("%s: cannot read %s: %s", self.directory, name, reason)
             return None
 
+    @contextlib.contextmanager
+    def holding(self, name: str) -> Iterator[bool]:
+        """Yield whether a checkpoint exists, and keep it in this block if newer ones replace it."""
+        self._held = name
+        try:
+            yield (self.directory / name).exists()
+        finally:
+            self._held = ""
+            with self._writing, contextlib.suppress(OSError, TfdistError):  # the next save retries
+                if self._lock.is_in_place:
+                    self._discard_old()
+
     def close(self) -> None:
         """Release the lock, so that another process can write."""
         with self._writing:
@@ -264,7 +277,7 @@ class CheckpointStore:
         kept = {location.path for location, _ in sound[-self.keep :]}
         kept.update([location.path for location, manifest in sound if manifest.best][-1:])
         for location in self._locations():
-            if location.path not in kept:
+            if location.path not in kept and location.path.name != self._held:
                 # The rename is atomic: after a crash, no visible checkpoint is half deleted.
                 discarded = self.directory / f"{_DISCARDED}{location.path.name}"
                 os.replace(location.path, discarded)

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 
+from tfdist.checkpoint.model_state import all_optimizers
 from tfdist.errors import UsageError, require
 from tfdist.strategy import Job, current_job, job_of
 from tfdist.strategy.layer_devices import PlacedStrategy
@@ -106,7 +107,7 @@ def build(model: keras.Model, job: Job, feed: Feed, *, slots: Slots = "whole") -
             _require_built_parts(model)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        if slots != "none" and job.num_replicas > 1 and job.stages is None:
+        if slots != "none" and job.stages is None and not job.kind.has_servers:
             _build_other_optimizers(model, job, feed)
     model._post_build()
     _require_variables_of_scope(model, job)
@@ -151,6 +152,9 @@ def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
     if not all(layer.built for layer in model._flatten_layers()):
         with contextlib.suppress(Exception):  # layers that use other replicas fail here
             _called(model, batch, training=True)  # also builds layers used only in training
+        if is_own(model, "train_step") and not _has_built_layers(model):
+            # The optimizer must know layers that only the step calls. The first trace may fail.
+            _ = _runs(model.train_step, batch) or _runs(model.train_step, batch)
     try:
         model._symbolic_build(data_batch=batch)
     except Exception as error:  # this error says more than the second attempt's error
@@ -173,10 +177,9 @@ def _build_by_its_step(model: keras.Model, feed: Feed) -> None:
 def _build_other_optimizers(model: keras.Model, job: Job, feed: Feed) -> None:
     """Build the optimizers of the model's own step, such as a GAN's, for the variables they update.
 
-    A step on several replicas cannot create variables.
+    A step on several replicas cannot create variables, and a checkpoint restores only built slots.
     """
-    found = [part for part in vars(model).values() if isinstance(part, keras.optimizers.Optimizer)]
-    if all(optimizer.built for optimizer in found):
+    if all(optimizer.built for optimizer in all_optimizers(model)):
         return
     rows = feed.plan.global_batch_size
     for other, variables in trace_of(model.train_step, job, feed, rows=rows).unbuilt:

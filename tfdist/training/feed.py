@@ -106,6 +106,7 @@ class Feed(abc.ABC):
       digests_cover_inputs: False if inputs may differ between tasks, as with augmentation.
       ends: numbers of batches after which a pass ended (`None` unless several tasks read data of
         unknown length and compare these ends).
+      class_weights: weights of the classes from 0 on, `None` without `class_weight`.
       failure: exception of Python code that reads data. For TensorFlow the data end there, because
         it would log the traceback of an exception three times.
     """
@@ -116,6 +117,7 @@ class Feed(abc.ABC):
     in_order: bool = False
     records: bool = False
     digests_cover_inputs: bool = True
+    class_weights: Sequence[float] | None = None
     failure: Exception | None = None
 
     def __init__(

@@ -102,15 +102,17 @@ def prepare(
     )
     kind = next(feed for kind, feed in _FEEDS if isinstance(source, kind))
     spec = spec_of_batches(source)
+    weights = _class_weights(class_weight)
     feed: Feed = kind(
         source,
         plan,
         job=job,
         seed=seed,
         order=order,
-        batch_spec=spec if class_weight is None else _with_weight(spec),
-        weigh=_class_weights(class_weight),
+        batch_spec=spec if weights is None else _with_weight(spec),
+        weigh=None if weights is None else _weighing(weights),
     )
+    feed.class_weights = weights
     _LOG.info("%s", source.describe())
     return feed
 
@@ -201,11 +203,14 @@ def _require_class_weight(class_weight: Any) -> None:
     )
 
 
-def _class_weights(class_weight: dict[int, float] | None) -> Callable[[Any], Any] | None:
+def _class_weights(class_weight: dict[int, float] | None) -> list[float] | None:
     if class_weight is None:
         return None
-    unlisted = max(class_weight) + 1
-    weights = [float(class_weight.get(c, 1.0)) for c in range(unlisted)] + [1.0]
+    return [float(class_weight.get(c, 1.0)) for c in range(max(class_weight) + 1)]
+
+
+def _weighing(weights: list[float]) -> Callable[[Any], Any]:
+    unlisted = len(weights)
 
     def weigh(data: Any) -> Any:
         x, y, _ = unpack(data)
@@ -215,7 +220,7 @@ def _class_weights(class_weight: dict[int, float] | None) -> Callable[[Any], Any
         one_hot = tf.shape(columns)[-1] > 1  # a generator's width may be known only at run time
         classes = tf.where(one_hot, tf.argmax(columns, axis=-1, output_type=tf.int32), number)
         listed = tf.logical_and(classes >= 0, classes < unlisted)
-        return x, y, tf.gather(tf.constant(weights), tf.where(listed, classes, unlisted))
+        return x, y, tf.gather(tf.constant([*weights, 1.0]), tf.where(listed, classes, unlisted))
 
     return weigh
 

@@ -112,7 +112,7 @@ class TrainLoop:
         self._max_time_s = plan.run.max_time_s
         self._is_time_over = False
         self._joined: LoopState | None = None
-        self._is_save_due = False
+        self._is_save_due = self._is_in_hook = False
         self._warned = not self._job.is_chief
         given = keras.tree.flatten(plan.callbacks or [])
         if not plan.run.fast_dev_run:
@@ -288,11 +288,12 @@ class TrainLoop:
         first, last, blocks, every = self.step, decision.last, self._blocks, self._steps_per_hook
         looked_at = decision.save or last >= min([epoch.stop, *self._due()])
         with counting_steps(self._callbacks.callbacks, first, last):
-            if (first - epoch.start) % every == 0:
+            if not self._is_in_hook:  # a run may also resume between two hooks
                 self._call("on_train_batch_begin", first - epoch.start)
+            self._is_in_hook = last != epoch.stop and (last - epoch.start) % every != 0
             left = blocks.run(first, last, looked_at=looked_at)
             self.step = last
-            if last == epoch.stop or (last - epoch.start) % every == 0:
+            if not self._is_in_hook:
                 logs: dict[str, Any] = {}
                 if self._with_logs and left < last - epoch.start:  # some step is complete
                     logs = blocks.metrics(blocks.logs)

@@ -144,9 +144,10 @@ class MetricsFile(keras.callbacks.Callback):
 
     def _learning_rate(self) -> dict[str, float]:
         optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is None or not optimizer.built:
+        rate = getattr(optimizer, "learning_rate", None)  # a MultiOptimizer has several
+        if rate is None or not optimizer.built:
             return {}
-        return {"learning_rate": float(keras.ops.convert_to_numpy(optimizer.learning_rate))}
+        return {"learning_rate": float(keras.ops.convert_to_numpy(rate))}
 
     def _change(self, change: Callable[[], None]) -> None:
         if self._is_broken:

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from tfdist.checkpoint.backup import BackupAndRestore, RunState
-from tfdist.checkpoint.model_state import states_of
+from tfdist.checkpoint.model_state import printable, states_of
 from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import JobOptions
 from tfdist.data.stream import DRAWING, InputFunctionSource, StreamSource
@@ -100,6 +100,7 @@ def fingerprint(feed: Feed) -> dict[str, Any]:
         "examples_in_the_data": feed.order.examples,
         "shuffle": feed.order.shuffle,
         "data": type(feed.source).__name__,
+        "class_weight": feed.class_weights,
     }
 
 
@@ -120,18 +121,19 @@ def require_resumable(plan: RunPlan, *, job: Job) -> None:
     saved, epochs = plan.saved, plan.feed.plan
     if saved is None:
         return
-    before = {**saved.fingerprint, "seed": saved.seed, "examples_so_far": saved.examples}
     so_far = {"examples_so_far": epochs.examples_before(saved.step), **epoch_at(saved.step, epochs)}
     now = {**fingerprint(plan.feed), "seed": plan.seed, **so_far}
+    before = {"class_weight": now["class_weight"], **saved.fingerprint}  # 0.2 did not save it
+    before |= {"seed": saved.seed, "examples_so_far": saved.examples}
     differences = [
-        f"{name} {before.get(name)} -> {now.get(name)}"
+        f"{name} {before.get(name)!s:.80} -> {now[name]!s:.80}"
         for name in now
         if before.get(name) != now[name]
     ]
     if differences:
         raise UsageError(
             "BackupAndRestore",
-            f"the checkpoint belongs to another run: {', '.join(differences)}",
+            f"the checkpoint belongs to another run: {printable(', '.join(differences))}",
             fix="use another directory, or start from the saved weights with initial_weights",
             code="another-run",
         )
@@ -198,9 +200,9 @@ def reason_not_to_save(model: keras.Model, metrics: Mapping[str, Any]) -> str:
     A `val_loss` that is not finite can be caused by the data, so the weights decide then.
     """
     loss = metrics.get("loss", 0.0)
-    if not np.isfinite(loss):
+    if not np.all(np.isfinite(loss)):
         return f"loss is {loss}"
-    if np.isfinite(metrics.get("val_loss", 0.0)):
+    if np.all(np.isfinite(metrics.get("val_loss", 0.0))):
         return ""
     weights = [np.asarray(weight) for weight in model.get_weights()]
     return "" if all(np.isfinite(w).all() for w in weights) else "a weight is not finite"
