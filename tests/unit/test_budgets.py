@@ -27,7 +27,7 @@ LINES = {
     "strategy": 3_262,
     "data": 2_621,
     "checkpoint": 2_833,
-    "training": 8_338,
+    "training": 8_363,
     "ps, pipeline": 4_855,
     "elastic": 1_887,
     "tuning": 2_924,

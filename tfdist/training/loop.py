@@ -169,7 +169,7 @@ class TrainLoop:
             self._blocks.reset_metrics()
             begin_epoch(self._callbacks.callbacks)
         self._call("on_epoch_begin", epoch)
-        if within:
+        if within or self._joined is not None:
             self._restore(epoch)  # after the hook: the checkpoint's values override the hook's
         if self._job.stages is None or not is_first:  # a pipeline starts with the chief's weights
             require_same_weights(self._job, self._model)
@@ -336,7 +336,7 @@ class TrainLoop:
     def _resume_between_epochs(self, epoch: int) -> None:
         """Restore a run that is between two epochs, has ended, or has a stop request."""
         saved, asked = self._plan.saved, self._model.stop_training
-        if saved is None:
+        if saved is None or self._joined is not None:  # `_run_epoch` sets a joining task's state
             return
         ended = saved.stopped or epoch == self._epochs.num_epochs
         if not ended and not asked and self.step > self._epochs.steps(epoch).start:

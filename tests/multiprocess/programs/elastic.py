@@ -41,6 +41,7 @@ class Faults(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
+        scaled.scale.assign(scaled.scale * 0.9)
         self.meet("on_epoch_begin")
         if str(epoch) in RESIZES and tfdist.is_chief():
             words = ["-m", "tfdist.workers", str(tfdist.run_dir()), str(RESIZES[str(epoch)])]
@@ -60,6 +61,16 @@ class Faults(keras.callbacks.Callback):
         self.meet("on_train_end")
 
 
+class Scaled(layers.Layer):
+    """Multiplies by a weight that a callback changes at the begin of each epoch."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), trainable=False, name="scale")
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+
 class Backup(tfdist.BackupAndRestore):
     """Dies before a save, or within its write."""
 
@@ -77,6 +88,7 @@ strategy = tfdist.make_strategy()
 rng = np.random.default_rng(0)
 x, y = rng.random((256, 8, 8, 1), np.float32), rng.integers(0, 5, 256)
 with strategy.scope():
+    scaled = Scaled()
     model = keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -84,6 +96,7 @@ with strategy.scope():
             layers.BatchNormalization(),
             layers.Flatten(),
             layers.Dropout(0.2),
+            scaled,
             layers.Dense(5),
         ]
     )
