@@ -23,7 +23,7 @@ SURFACE = Path(__file__).parent / "data" / "surface.txt"
 LINES = {
     "basics": 946,  # errors, files, phases, argument_parser, loopback: what every room may import
     "cluster": 1_699,
-    "launch": 8_391,
+    "launch": 8_392,
     "strategy": 3_262,
     "data": 2_621,
     "checkpoint": 2_833,
