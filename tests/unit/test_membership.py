@@ -54,6 +54,7 @@ class Member:
         self.outbox = deque([("ready",)])
         self.is_out = True
         self.has_state = False
+        self.has_last = False
         self.waits_after = None
         self.is_taught = False
         self.knocking = set()
@@ -136,6 +137,8 @@ class World:
                 return
             if member.number in go.joining:
                 assert source.has_state or source.done > go.done
+            assert source.has_last, "the source has not the last result"
+            member.has_last = True
             member.results = source.results[: go.done]
             member.done = go.done
             member.has_state = False
@@ -165,7 +168,7 @@ class World:
         joins = self.parts[member.epoch, member.done, member.go.members[0]]
         member.results.append((member.done, joins))
         member.done += 1
-        member.has_state = False
+        member.has_state, member.has_last = False, True
         if joins is not None:
             member.has_state = True
             member.knocking.discard(joins)
