@@ -51,7 +51,10 @@ _LESSON_TRIES, _LESSON_AGAIN_S = 10, 5.0
 _LESSON_S = 30.0  # longest pause within a lesson from another host
 _NO_STATE = -1  # number of finished operations in a task that waits to join
 _NO_TEACHER = "lost the worker that sends the earlier results"
-_NEED_OTHERS = ("a step", "outputs of", "sparse gradients", "broadcast", "the next block of")
+_NEED_OTHERS = (
+    *("a step", "outputs of", "sparse gradients", "broadcast", "the next block of"),
+    "the chief's value of a variable",
+)
 _Result = tuple[int, tuple[int, ...], list[Array]]  # checksum of the description, members, result
 Compute = Callable[[int], Sequence[Array]]
 """Function of a shard that returns its part of an operation. It changes nothing."""
