@@ -16,6 +16,7 @@ PHASES = (
     "import",
     "rendezvous",
     "barrier",
+    "join",
     "serve",
     "trace",
     "step",
@@ -29,7 +30,8 @@ PHASES = (
 In ``rendezvous``, ``step``, ``save`` and ``validate`` a task may wait for other tasks. ``callback``
 is user code between two ranges of steps. ``import`` and ``done`` (before and after training) and
 ``serve`` (a worker or ps that executes a chief's work) have no time limit. In ``barrier`` a task
-waits for other tasks, which may be in a phase without limit.
+waits for other tasks, which may be in a phase without limit. In ``join`` a task waits to become a
+member of an elastic job, and no other task waits for it.
 """
 
 SUM = "sum"

@@ -90,10 +90,13 @@ EARLY = {
     "evaluate": lambda model: model.evaluate(X, X[:, :1], verbose=0),
     "predict": lambda model: model.predict(X, verbose=0),
     "broadcast": lambda model: tfdist.broadcast(1),
+    "load_weights": lambda model: tfdist.load_weights(model, "a.weights.h5"),
 }
 
 
-def test_a_joining_task_runs_no_early_collective_operation(monkeypatch):
+@pytest.fixture
+def joining(monkeypatch):
+    """Strategy of a task that joins, before its first step."""
     monkeypatch.setattr(jobs, "_made", [])
     launcher, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with launcher, end:
@@ -102,11 +105,32 @@ def test_a_joining_task_runs_no_early_collective_operation(monkeypatch):
         strategy = ElasticStrategy("/CPU:0", 2)
         strategy.extended.mesh = mesh
         jobs.remember(jobs.Job(strategy=strategy, kind=KINDS["elastic"], ring=mesh, shards=2))
-        with strategy.scope():
-            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
-        for name, call in EARLY.items():
-            assert refused(lambda call=call: call(model)) == ("elastic", "other-start"), name
+        yield strategy
+
+
+def test_a_joining_task_runs_no_early_collective_operation(joining):
+    with joining.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    for name, call in EARLY.items():
+        assert refused(lambda call=call: call(model)) == ("elastic", "other-start"), name
+
+
+def test_a_hook_of_a_joining_task_can_make_a_variable(joining):
+    with joining.scope():
+        assert float(keras.Variable(1.5)) == 1.5
+
+
+def test_weights_swapped_between_epochs_are_refused(elastic):
+    with elastic[3].scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(use_ema=True), "mse")
+
+    def fit(*swap):
+        return model.fit(X, X[:, :1], callbacks=[keras.callbacks.SwapEMAWeights(*swap)], verbose=0)
+
+    assert refused(lambda: fit(True)) == ("callbacks", "unsupported")
+    fit()
 
 
 class First(keras.callbacks.Callback):

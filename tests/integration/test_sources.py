@@ -1,6 +1,7 @@
 """Sources: what users pass, by index or as a stream."""
 
 import re
+import types
 from pathlib import Path
 
 import keras
@@ -20,6 +21,8 @@ from tfdist.data import (
     lean_options,
 )
 from tfdist.data.arrays import of_memmap
+from tfdist.training.epochs import EpochPlan
+from tfdist.training.feed import IndexedFeed, Order
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(20, 3))
@@ -219,6 +222,19 @@ def test_a_collection_is_read_by_index():
         assert x.dtype == np.float32
         assert y.tolist() == [25, 1]
     assert examples.asked == [5, 1]
+
+
+def test_the_threads_of_an_iterator_keep_its_replicas():
+    """The shards of an elastic job's worker change with the workers, and may change back."""
+    job = types.SimpleNamespace(replica_ids=(0,), num_replicas=2, num_tasks=1)
+    plan = EpochPlan.uniform(epochs=10, examples=20, global_batch_size=4)
+    order = Order(examples=20, shuffle=False)
+    feed = IndexedFeed(PythonSource(Y), plan, job=job, seed=0, order=order)
+    found = feed.iterator(0)
+    job.replica_ids = (1,)
+    parts = [part.data.numpy().tolist() for (part,) in (found.get_next() for _ in range(30))]
+    feed.close()
+    assert parts == [[4 * i, 4 * i + 1] for i in range(5)] * 6
 
 
 def test_converted_examples_may_hold_strings_and_numbers():

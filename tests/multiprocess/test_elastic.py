@@ -50,6 +50,19 @@ def test_survivors_continue_and_a_restarted_worker_joins(tmp_path, undisturbed):
     assert "as attempt 2" not in output
 
 
+@pytest.mark.timeout(3 * DEADLINE_S)
+@pytest.mark.parametrize("hook", ["on_test_begin", "save"])
+def test_a_cut_run_resumes_after_a_lost_chief(tmp_path, undisturbed, hook):
+    words = (*FLAGS, "--workers=3", "--max_restarts=1", str(PROGRAMS / "elastic.py"))
+    env = {"FAULTS": json.dumps({"worker-0": [hook, 2]}), "CUT": "2", "BACKUP": "1"}
+    code, output = ended(tmp_path / "run", *words, timeout_s=DEADLINE_S, **env)
+    assert code == 0, output[-20000:]
+    assert "max_time: the run stops after" in output
+    assert "killed by SIGKILL" in output
+    found, _, output = digests_of(tmp_path / "run", "--workers=3", BACKUP="1")
+    assert set(found.values()) == {undisturbed[0]}, output
+
+
 LOSSES = {
     "between epochs, in a validation": (
         ("--workers=3",),

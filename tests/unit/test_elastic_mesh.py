@@ -27,6 +27,8 @@ import pytest
 from keras.src.callbacks import CallbackList
 
 from tests.refusals import refused
+from tests.unit.test_watchdog import play
+from tfdist import phases
 from tfdist.checkpoint.store import SecondWriter
 from tfdist.cluster import hold_ports
 from tfdist.cluster.address import split_address
@@ -564,6 +566,93 @@ def test_a_task_that_has_joined_teaches_the_next_one():
         for message in ({"view": 1}, {"go": 1, **go}):
             launcher.send(json.dumps(message).encode())
         assert lesson_of(launcher, mesh, 3) == [7.0]
+
+
+def received(end: socket.socket) -> list[np.ndarray]:
+    """Return the arrays that a member has sent."""
+    end.settimeout(DEADLINE_S / 6)
+    with end.makefile("rb") as stream:
+        specs = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        arrays = [np.empty(shape, dtype) for dtype, shape in specs]
+        for array in arrays:
+            stream.readinto(array.reshape(-1).view(np.uint8).data)
+    return arrays
+
+
+def show(launcher: socket.socket, epoch: int, fds=(), **go) -> None:
+    """Show a view to a member, and let it go on."""
+    launcher.send(json.dumps({"view": epoch}).encode())
+    message = {"go": epoch, "here": go["members"], "done": 1, "behind": [], "joining": [], **go}
+    socket.send_fds(launcher, [json.dumps(message).encode()], list(fds))
+
+
+def test_a_joined_task_sends_the_last_result():
+    """The source of its state may be lost before another member has this result."""
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        launcher, mesh = stack.enter_context(only_member())
+        mesh.sum(np.full(1, 7.0), of="a step")
+        ours, theirs = map(
+            stack.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        )
+        joining = Mesh(theirs, 1, ["worker-0", "worker-1", "worker-2"])
+        joining.is_offline = True
+        admitted = pool.submit(mesh.admit, 1, lambda: [np.full(2, 3.0)])
+        joined = pool.submit(joining.join)
+        pair = socket.socketpair()
+        for to, end in zip((launcher, ours), pair, strict=True):
+            with end:
+                show(to, 2, [end.fileno()], members=[0, 1], source=0, joining=[1])
+        assert [list(array) for array in joined.result(DEADLINE_S / 6)] == [[3.0, 3.0]]
+        admitted.result(DEADLINE_S / 6)
+        behind, end = map(stack.enter_context, socket.socketpair())
+        show(ours, 3, [end.fileno()], members=[1, 2], source=1, behind=[2])
+        joining._enter_next()
+        assert [list(array) for array in received(behind)] == [[7.0]]
+        joining.close()
+        mesh.close()
+
+
+@pytest.mark.parametrize("waits_for", ["state", "lesson", "end"])
+def test_a_task_that_waits_to_join_causes_no_hang(waits_for, monkeypatch):
+    monkeypatch.setattr(phases, "_state", phases.PhaseState())
+    launcher, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pupil, teacher = socket.socketpair()
+    with ThreadPoolExecutor() as pool, launcher, end, pupil, teacher:
+        mesh = Mesh(end, 2, ["worker-0", "worker-1", "worker-2"])
+        mesh.is_offline = waits_for == "state"
+        if waits_for == "end":
+            _send_lesson(teacher, None)
+        socket.send_fds(launcher, [b'{"join": 2}'], [pupil.fileno()])
+        waiting = pool.submit(mesh.join if waits_for == "state" else mesh.sum)
+        due_s = time.monotonic() + DEADLINE_S / 6
+        while phases.current().phase != "join" and time.monotonic() < due_s:
+            time.sleep(0.01)
+        phase = phases.reported()
+        launcher.shutdown(socket.SHUT_RDWR)
+        teacher.shutdown(socket.SHUT_RDWR)
+        assert isinstance(waiting.exception(DEADLINE_S / 6), ConnectionError)
+    assert play(f"3: all sum 120; w1 step 120; w2 {phase}; 30").startswith("120 w1 (w1 w0 w2)")
+
+
+def test_the_lesson_keeps_a_bounded_number_of_outputs(monkeypatch):
+    monkeypatch.setattr(mesh_module, "_MOST_GATHERED_BYTES", 3000)
+    with only_member() as (launcher, mesh):
+        mesh.sum(np.ones(1000), of="initial values")
+        for _ in range(3):
+            mesh.gather_shards(lambda shard: [np.ones(30)], SHARDS, of="outputs of a step")
+        assert len(mesh._log) == 4
+        for _ in range(3):
+            mesh.gather_shards(lambda shard: [np.ones(30)], SHARDS, of="outputs of a step")
+        assert mesh._log is None
+        pupil, teacher = socket.socketpair()
+        with pupil:
+            with teacher:
+                socket.send_fds(launcher, [b'{"teach": 1}'], [teacher.fileno()])
+            assert not mesh.begin_loop()
+            mesh.sum(np.ones(1), of="a step")
+            pupil.settimeout(DEADLINE_S / 6)
+            assert _read_lesson(pupil) is None
+        assert not mesh.can_admit
 
 
 def test_members_continue_if_a_joining_task_reads_slowly():

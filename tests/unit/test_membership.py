@@ -3,10 +3,12 @@
 The members are a model of `tfdist.elastic.mesh` without sockets. A seed gives the history.
 """
 
+import contextlib
 import json
 import math
 import os
 import random
+import resource
 import selectors
 import socket
 from collections import deque
@@ -52,6 +54,7 @@ class Member:
         self.outbox = deque([("ready",)])
         self.is_out = True
         self.has_state = False
+        self.has_last = False
         self.waits_after = None
         self.is_taught = False
         self.knocking = set()
@@ -134,6 +137,8 @@ class World:
                 return
             if member.number in go.joining:
                 assert source.has_state or source.done > go.done
+            assert source.has_last, "the source has not the last result"
+            member.has_last = True
             member.results = source.results[: go.done]
             member.done = go.done
             member.has_state = False
@@ -163,7 +168,7 @@ class World:
         joins = self.parts[member.epoch, member.done, member.go.members[0]]
         member.results.append((member.done, joins))
         member.done += 1
-        member.has_state = False
+        member.has_state, member.has_last = False, True
         if joins is not None:
             member.has_state = True
             member.knocking.discard(joins)
@@ -456,10 +461,10 @@ def test_the_chief_stays_in_a_job_of_one_worker():
     assert [t for t in WORKERS if state.tasks[t].is_leaving] == WORKERS[:2]
 
 
-def links_that(watch, unwatch, tell=None):
+def links_that(watch, unwatch, tell=None, most=4):
     return MemberLinks(
         f"test-{os.getpid()}",
-        most=4,
+        most=most,
         task_of=lambda pid: None,
         is_here=lambda task: True,
         watch=watch,
@@ -502,6 +507,35 @@ def test_a_request_for_workers_prints_the_launchers_decision(
         assert program.result() == code
     links.close()
     assert says in "".join(capsys.readouterr())
+
+
+def test_32_workers_connect_under_the_usual_limit_of_files():
+    count, limits = 32, resource.getrlimit(resource.RLIMIT_NOFILE)
+    links = links_that(Mock(), Mock(), most=count)
+    with contextlib.ExitStack() as stack:
+        stack.callback(links.close)
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[0]), limits[1]))
+        members = []
+        for member in range(count):
+            links._ends[Task("worker", member)], end = socket.socketpair(
+                socket.AF_UNIX, socket.SOCK_SEQPACKET
+            )
+            members.append(stack.enter_context(end))
+        links.perform(Go(1, tuple(range(count)), 0, 0, ()))
+        peers = {}
+        for member, end in enumerate(members):
+            end.settimeout(10)
+            others = [other for other in range(count) if other != member]
+            _, fds, _, _ = socket.recv_fds(end, 1 << 16, 64)
+            for other, fd in zip(others, fds, strict=True):
+                with socket.socket(fileno=fd) as peer:
+                    if member == 0:
+                        peers[other] = stack.enter_context(peer.dup())
+                        peers[other].settimeout(10)
+                    elif other == 0:
+                        peer.send(bytes([member]))
+                        assert peers[member].recv(9) == bytes([member])
 
 
 def test_a_request_between_two_starts_is_refused():

@@ -90,7 +90,7 @@ class _ElasticExtended(one_device_strategy.OneDeviceExtended):
             return value
         mine = value.numpy()
         words = np.zeros(-(-mine.nbytes // 4), np.int32)
-        if self.mesh.is_first:
+        if self.mesh.is_first or self.mesh.is_offline:  # a joining task sums on its own
             words.view(np.uint8)[: mine.nbytes] = mine.reshape(-1).view(np.uint8)
         (total,) = self.mesh.sum(words, of="the initial value of a variable")
         whole = total.view(np.uint8)[: mine.nbytes].view(mine.dtype).reshape(mine.shape)

@@ -45,12 +45,17 @@ _HEADER = struct.Struct("<IQI")  # epoch, number of the operation, checksum of i
 _MOST_BYTES, _MOST_FDS = 1 << 16, 64
 _BUFFERS_A_CALL = 64
 _BYTES_A_CALL = 1 << 18  # over TLS, which takes one buffer a call
+_MOST_GATHERED_BYTES = 1 << 28
+"""Bytes of outputs before the training loop that are kept for tasks that join."""
 _LESSON_TRIES, _LESSON_AGAIN_S = 10, 5.0
 _LESSON_S = 30.0  # longest pause within a lesson from another host
 _HAS_READ = b"\0"
 _NO_STATE = -1  # number of finished operations in a task that waits to join
 _NO_TEACHER = "lost the worker that sends the earlier results"
-_NEED_OTHERS = ("a step", "outputs of", "sparse gradients", "broadcast", "the next block of")
+_NEED_OTHERS = (
+    *("a step", "outputs of", "sparse gradients", "broadcast", "the next block of"),
+    "the chief's value of a variable",
+)
 _Result = tuple[int, tuple[int, ...], list[Array]]  # checksum of the description, members, result
 Compute = Callable[[int], Sequence[Array]]
 """Function of a shard that returns its part of an operation. It changes nothing."""
@@ -104,6 +109,7 @@ class Mesh(Members):
         self._at_work = threading.Lock()
         self._log: list[_Result] | None = []
         """Results of operations before the training loop: the lesson for tasks that join later."""
+        self._gathered_bytes = 0
         self._pupils: list[socket.socket | int] = []
         """Sockets to tasks that wait for a lesson, or their numbers if they are on other hosts."""
         self._replay: deque[_Result] | None = None
@@ -175,8 +181,8 @@ class Mesh(Members):
     def join(self) -> list[Array]:
         """Wait until the others admit this task, and return the state that they send."""
         self.done = _NO_STATE
-        self._say(knock=True)
-        with phases.waiting_for_all():
+        with phases.entered("join"):
+            self._say(knock=True)
             while not self._received:
                 self._enter_next()
         state, self._received = self._received, []
@@ -252,7 +258,7 @@ class Mesh(Members):
                 os.close(fd)
             return True
         try:
-            with self._teacher(fds) as teacher:
+            with phases.entered("join"), self._teacher(fds) as teacher:
                 self._lesson = _read_lesson(teacher)
         except InterruptedError:
             return False
@@ -321,7 +327,13 @@ class Mesh(Members):
             }
             return self._gathered(computed, owners)
 
-        flat = iter(self._run(attempt, of=of))
+        result = self._run(attempt, of=of)
+        if self._log is not None:
+            self._gathered_bytes += sum(array.nbytes for array in result)
+            if self._gathered_bytes > _MOST_GATHERED_BYTES:  # no task can join from now on
+                self._log = self._lesson = None
+                self._teach()
+        flat = iter(result)
         for _ in range(shards):
             (size,) = next(flat)
             found.append(list(itertools.islice(flat, int(size))))
@@ -478,7 +490,7 @@ class Mesh(Members):
 
     def _wait_for_the_end(self) -> None:
         """Wait until the launcher ends this task, which came too late."""
-        phases.enter("done")
+        phases.enter("join")
         while self._control.recv(_MOST_BYTES):
             pass
         raise ConnectionError("lost the launcher")
@@ -532,10 +544,11 @@ class Mesh(Members):
             for peer in joining:
                 assert self._state is not None
                 self._send_arrays(peer, self._state())
-            for peer in behind:
+            for peer in (*joining, *behind):
                 self._send_arrays(peer, self._last())
         if self._member in joining:
-            self._received = self._receive_arrays(go["source"])
+            state, last = (self._receive_arrays(go["source"]) for _ in range(2))
+            self._received, self._last = state, lambda: last  # it may be the next source
             self.done = go["done"]
         return self._receive_arrays(go["source"]) if self._member in behind else None
 

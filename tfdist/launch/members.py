@@ -7,7 +7,6 @@ at the other end, so only the job's own tasks are members. A message is one pack
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import socket
@@ -107,8 +106,6 @@ class MemberLinks:
     def _go_on(self, go: Go) -> None:
         ends: dict[tuple[int, int], socket.socket] = {}
         here = [member for member in go.members if self._is_here(worker(member))]
-        for one, other in itertools.combinations(here, 2):
-            ends[one, other], ends[other, one] = socket.socketpair()
         message = {
             "go": go.epoch,
             "members": go.members,
@@ -118,11 +115,15 @@ class MemberLinks:
             "behind": go.behind,
             "joining": go.joining,
         }
-        for member in here:
-            fds = [ends[member, other].fileno() for other in here if other != member]
-            self._send(worker(member), message, fds)
-        for end in ends.values():
-            end.close()
+        for member in here:  # close its ends at once: all ends exceed a usual limit of open files
+            others = [other for other in here if other != member]
+            for other in others:
+                if (member, other) not in ends:
+                    ends[member, other], ends[other, member] = socket.socketpair()
+            own = [ends.pop((member, other)) for other in others]
+            self._send(worker(member), message, [end.fileno() for end in own])
+            for end in own:
+                end.close()
 
     def _welcome(self, action: Welcome) -> None:
         joining, teacher = worker(action.joining), worker(action.teacher)

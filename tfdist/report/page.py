@@ -350,7 +350,7 @@ PARTS = {
     "start": ("start", ("import", "rendezvous")),
     "trace": ("tracing", ("trace",)),
     "step": ("steps", ("step",)),
-    "wait": ("waiting for peers", ("sum", "barrier")),
+    "wait": ("waiting for peers", ("sum", "barrier", "join")),
     "validate": ("validation", ("validate",)),
     "save": ("saving", ("save",)),
     "callback": ("callbacks", ("callback",)),

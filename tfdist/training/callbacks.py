@@ -25,7 +25,7 @@ from keras.src.utils.python_utils import is_default
 
 from tfdist.checkpoint.backup import BackupAndRestore, less_is_better
 from tfdist.checkpoint.publish import PublishModel
-from tfdist.errors import UsageError
+from tfdist.errors import UsageError, require
 from tfdist.strategy import Job
 from tfdist.training import trackers
 
@@ -82,6 +82,7 @@ def callback_list(
     for callback in given:
         _require_callback(callback)
         _require_whole_weights(callback, job)
+        _require_same_weights_in_repeated_hooks(callback, job)
     if job.is_chief:
         given = [trackers.wrapped(callback) for callback in given]
     else:
@@ -147,6 +148,22 @@ def _require_whole_weights(callback: keras.callbacks.Callback, job: Job) -> None
             "tfdist.BackupAndRestore(save_freq=500)",
             code="unsupported",
         )
+
+
+def _require_same_weights_in_repeated_hooks(callback: Any, job: Job) -> None:
+    """Reject a callback that changes weights between epochs of an elastic job.
+
+    The successor of a lost chief may repeat the end of an epoch after the next epoch's begin.
+    """
+    swaps = isinstance(callback, keras.callbacks.SwapEMAWeights) and callback.swap_on_epoch
+    require(
+        not (swaps and job.shards is not None),
+        "callbacks",
+        "SwapEMAWeights(swap_on_epoch=True) changes the weights between epochs, so the new chief "
+        "of an elastic job could overwrite a file with other weights",
+        fix="leave out swap_on_epoch, or start the job without --elastic",
+        code="unsupported",
+    )
 
 
 def wants_every_batch(callback: keras.callbacks.Callback, *, mode: str) -> bool:

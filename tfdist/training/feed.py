@@ -297,9 +297,10 @@ class PythonFeed(Feed):
         leaves = [spec for spec in tf.nest.flatten(self._spec) if spec is not None]
         one = (*leaves, tf.TensorSpec([None], tf.int64), tf.TensorSpec([None], tf.int64),
                tf.TensorSpec([], tf.float32), tf.TensorSpec([], tf.int64))  # fmt: skip
-        signature = tuple(one for _ in self._job.replica_ids)
+        own = self._job.replica_ids  # an elastic job may change them while threads read
+        signature = tuple(one for _ in own)
         raw = tf.data.Dataset.from_generator(
-            lambda: self._read_noting(int(first), int(last)), output_signature=signature
+            lambda: self._read_noting(int(first), int(last), own), output_signature=signature
         )
         packed = _plain(lambda *parts: tuple(map(self._packed, parts)))
         return raw.map(packed).prefetch(_AHEAD_STEPS).with_options(lean_options())
@@ -315,11 +316,11 @@ class PythonFeed(Feed):
     def _batch(self, step: int) -> tuple[int, Callable[[int, int], tuple[Any, Any, Any]]]:
         """Return a batch's size, and a function that returns leaves, ids and passes of its rows."""
 
-    def _load(self, step: int) -> tuple[Any, ...]:
-        """Return `(*leaves, ids, passes, share, count)` for each replica of this task."""
+    def _load(self, step: int, own: Sequence[int]) -> tuple[Any, ...]:
+        """Return `(*leaves, ids, passes, share, count)` for each of the replicas `own`."""
         size, rows = self._batch(step)
         parts = []
-        for replica in self._job.replica_ids:
+        for replica in own:
             low, high = share_of(replica, parts=self._job.num_replicas, size=size)
             leaves, ids, passes = rows(low, max(high, low + 1))
             share, count = np.float32((high - low) / size), np.int64(high - low)
@@ -332,13 +333,13 @@ class PythonFeed(Feed):
             positions, num_examples=size, seed=self.seed, shuffle=self.order.shuffle
         )
 
-    def _read_noting(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
+    def _read_noting(self, *span: Any) -> Iterator[tuple[Any, ...]]:
         try:
-            yield from self._read(first, last)
+            yield from self._read(*span)
         except Exception as error:
             self.failure = error
 
-    def _read(self, first: int, last: int) -> Iterator[tuple[Any, ...]]:
+    def _read(self, first: int, last: int, own: Sequence[int]) -> Iterator[tuple[Any, ...]]:
         threads = self._threads
         self._first = first
         waiting: collections.deque[Future[tuple[Any, ...]]] = collections.deque()
@@ -349,7 +350,7 @@ class PythonFeed(Feed):
                     yield waiting.popleft().result()
                 for hook in hooks:
                     hook()
-                waiting.append(pool.submit(self._load, step))
+                waiting.append(pool.submit(self._load, step, own))
                 if len(waiting) > threads:
                     yield waiting.popleft().result()
             while waiting:

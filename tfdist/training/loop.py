@@ -169,7 +169,7 @@ class TrainLoop:
             self._blocks.reset_metrics()
             begin_epoch(self._callbacks.callbacks)
         self._call("on_epoch_begin", epoch)
-        if within:
+        if within or self._joined is not None:
             self._restore(epoch)  # after the hook: the checkpoint's values override the hook's
         if self._job.stages is None or not is_first:  # a pipeline starts with the chief's weights
             require_same_weights(self._job, self._model)
@@ -201,10 +201,7 @@ class TrainLoop:
         """
         while self.step < steps.stop:
             if self.step > steps.start and self._is_over():
-                self._blocks.finish()
-                for backup in self._plan.backups:
-                    self._save(backup)  # the next run repeats the end of the epoch
-                self._model.stop_training = True
+                self._cut_epoch()
                 return
             decision = self._decide(steps.stop)
             if decision.stop or decision.signum is not None:
@@ -222,6 +219,19 @@ class TrainLoop:
                     if decision.save or backup.wants(self.step):
                         self._save(backup)
 
+    def _cut_epoch(self) -> None:
+        """End the training within an epoch. The next run repeats the end of this epoch."""
+        self._blocks.finish()
+        if self._plan.backups:
+            logs = self._blocks.metrics({})  # a collective, so not when a successor saves
+            for backup in self._plan.backups:
+                self._save(backup, ended=logs)
+            self._settle(logs)
+            for callback in self._callbacks.callbacks:
+                if hasattr(callback, "interrupted"):
+                    callback.interrupted()
+        self._model.stop_training = True
+
     def _seconds(self) -> float:
         """Return the run's time, including the time before its checkpoint."""
         return self._seconds_before + time.monotonic() - self._began_s
@@ -234,9 +244,6 @@ class TrainLoop:
         self._is_time_over = any_task(self._job, mine, of="the time limit")
         if self._is_time_over and self._job.is_chief:
             _LOG.warning(_TIME_IS_OVER, self._seconds(), self.step)
-            for callback in self._callbacks.callbacks if self._plan.backups else ():
-                if hasattr(callback, "interrupted"):
-                    callback.interrupted()
         return self._is_time_over
 
     def _decide(self, epoch_end: int) -> Decision:
@@ -337,7 +344,7 @@ class TrainLoop:
     def _resume_between_epochs(self, epoch: int) -> None:
         """Restore a run that is between two epochs, has ended, or has a stop request."""
         saved, asked = self._plan.saved, self._model.stop_training
-        if saved is None:
+        if saved is None or self._joined is not None:  # `_run_epoch` sets a joining task's state
             return
         ended = saved.stopped or epoch == self._epochs.num_epochs
         if not ended and not asked and self.step > self._epochs.steps(epoch).start:

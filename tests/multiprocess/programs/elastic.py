@@ -4,7 +4,8 @@ FAULTS maps a worker to a hook and to the epoch, in its process, at which it die
 hook, too. RESIZES maps an epoch to a number of workers, which the chief asks for. JOINED maps an
 epoch to a number of workers, for which the chief waits at the epoch's begin. A worker that knocks
 ends the wait. At its end, the chief prints a digest of the files that the job has written. EPOCHS
-is the number of epochs. Each worker writes its process id to a file of the run directory.
+is the number of epochs. CUT is an epoch in which `max_time` ends the run, after four steps. Each
+worker writes its process id to a file of the run directory.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from keras import layers
 
 import tfdist
 from tfdist.strategy import current_job
+from tfdist.training.loop import TrainLoop
 
 FAULTS = json.loads(os.environ.get("FAULTS", "{}"))
 RESIZES = json.loads(os.environ.get("RESIZES", "{}"))
@@ -41,6 +43,7 @@ class Faults(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
+        scaled.scale.assign(scaled.scale * 0.9)
         self.meet("on_epoch_begin")
         if str(epoch) in RESIZES and tfdist.is_chief():
             words = ["-m", "tfdist.workers", str(tfdist.run_dir()), str(RESIZES[str(epoch)])]
@@ -60,6 +63,24 @@ class Faults(keras.callbacks.Callback):
         self.meet("on_train_end")
 
 
+class Cut(keras.callbacks.Callback):
+    """Lets the time of the run be over within an epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (faults.epoch, batch) == (int(os.environ["CUT"]), 3):
+            TrainLoop._seconds = lambda loop: 2000.0
+
+
+class Scaled(layers.Layer):
+    """Multiplies by a weight that a callback changes at the begin of each epoch."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), trainable=False, name="scale")
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+
 class Backup(tfdist.BackupAndRestore):
     """Dies before a save, or within its write."""
 
@@ -77,6 +98,7 @@ strategy = tfdist.make_strategy()
 rng = np.random.default_rng(0)
 x, y = rng.random((256, 8, 8, 1), np.float32), rng.integers(0, 5, 256)
 with strategy.scope():
+    scaled = Scaled()
     model = keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -84,6 +106,7 @@ with strategy.scope():
             layers.BatchNormalization(),
             layers.Flatten(),
             layers.Dropout(0.2),
+            scaled,
             layers.Dense(5),
         ]
     )
@@ -97,6 +120,8 @@ writers = [
     keras.callbacks.ModelCheckpoint(best, save_best_only=True, save_weights_only=True),
     keras.callbacks.CSVLogger(csv),
 ]
+is_cut = "CUT" in os.environ
+run = tfdist.Run(seed=3, max_time=1000 if is_cut else None)
 history = model.fit(
     x,
     y,
@@ -104,13 +129,13 @@ history = model.fit(
     epochs=EPOCHS,
     verbose=0,
     validation_data=(x[:48], y[:48]),
-    callbacks=[tfdist.Run(seed=3), faults, *writers, *backups],
+    callbacks=[run, faults, *writers, *backups, *([Cut()] if is_cut else [])],
 )
 state = b"".join(np.asarray(v).tobytes() for v in (*model.weights, *model.optimizer.variables))
 print(
     "DIGEST", hashlib.sha256(state + json.dumps(history.history).encode()).hexdigest(), flush=True
 )
-if tfdist.is_chief():
+if tfdist.is_chief() and not is_cut:
     steps = [each.store.latest() for each in backups]
     assert steps == [EPOCHS * 8] * len(backups), steps
     model.load_weights(best)
