@@ -145,7 +145,7 @@ class MetricsFile(keras.callbacks.Callback):
     def _learning_rate(self) -> dict[str, float]:
         optimizer = getattr(self.model, "optimizer", None)
         rate = getattr(optimizer, "learning_rate", None)  # a MultiOptimizer has several
-        if rate is None or not optimizer.built:
+        if optimizer is None or rate is None or not optimizer.built:
             return {}
         return {"learning_rate": float(keras.ops.convert_to_numpy(rate))}
 
