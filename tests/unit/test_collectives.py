@@ -1,5 +1,6 @@
 """The collectives for users, each task a thread with its place in the ring."""
 
+import contextlib
 import threading
 import types
 
@@ -173,6 +174,32 @@ def test_tasks_with_different_calls_get_both_calls(tasks, call):
     errors = tasks(2, failing)
     assert any(isinstance(error, UsageError) for error in errors)
     assert all("but" in str(error) or "different" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("tasks", ["ring"], indirect=True)
+def test_no_task_takes_the_next_call_for_data_of_an_interrupted_one(tasks, monkeypatch):
+    blank, own = collectives._blank, threading.local()
+
+    def too_large(job, shape, dtype):
+        if own.rank == 1 and dtype != np.uint8:
+            raise MemoryError
+        return blank(job, shape, dtype)
+
+    monkeypatch.setattr(collectives, "_blank", too_large)
+
+    def call(rank):
+        own.rank = rank
+        try:
+            assert tfdist.broadcast(np.array(7.0)) == 7.0
+        except MemoryError:
+            assert rank == 1
+        except PeerLost:
+            return "lost"
+        with pytest.raises(PeerLost):
+            tfdist.all_reduce(1.0)
+        return "lost"
+
+    assert tasks(3, call) == ["lost"] * 3
 
 
 ALONE = [

@@ -15,7 +15,7 @@ from tfdist.cluster.address import split_address
 from tfdist.elastic.host_links import HostLinks
 from tfdist.elastic.mesh import Mesh
 from tfdist.errors import UsageError, require
-from tfdist.strategy import Job, devices
+from tfdist.strategy import Job
 
 _SHARDS = 4
 """Number of shards if the launcher does not set it."""
@@ -40,7 +40,7 @@ def elastic_job(config: TaskConfig | None, options: JobOptions, **of_other_kinds
         if len(hosts) > 1:
             links = HostLinks(config.task.index, addresses)
         mesh = Mesh(_control(options), config.task.index, names, links)
-    strategy = ElasticStrategy(devices.one_device(), shards)
+    strategy = ElasticStrategy("/CPU:0", shards)
     strategy.extended.mesh = mesh
     return Job(strategy=strategy, kind=KINDS["elastic"], config=config, ring=mesh, shards=shards)
 

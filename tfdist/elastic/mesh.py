@@ -671,7 +671,7 @@ class Mesh(Members):
         self._is_being_read = True
         for end in self._peers.values():  # this must not fail: the operation is done
             with contextlib.suppress(OSError):  # the next operation finds a lost peer
-                end.send(_HAS_READ)
+                end.send(_HAS_READ, socket.MSG_NOSIGNAL)
         return totals
 
     def _wait_for_readers(self) -> None:

@@ -271,8 +271,10 @@ def divide_gpus(job: JobDescription, here: Collection[Task]) -> dict[Task, str]:
         UsageError: The machine has too few GPUs.
     """
     gpus, kind = job.machine.gpus, job.kind
-    if not gpus or kind.is_elastic:
-        return dict.fromkeys(here if gpus else (), "-1")  # elastic workers use CPUs
+    if kind.is_elastic:
+        return dict.fromkeys(here, "-1")  # its workers use CPUs
+    if not gpus:
+        return {}
     workers = [task for task in here if task.type == "worker"]
     most = 1 if kind.has_several_tasks and kind.has_one_device else len(gpus)  # for one task
     each = job.options.devices_per_worker or min(most, len(gpus) // max(1, len(workers)) or 1)

@@ -413,10 +413,11 @@ def _decoded(
         mine = arrays.pop(0) if is_root else _blank(job, shape, dtype)
         return receive(job, mine, root, of=of)
 
-    if job is not None:
-        message = text.encode() if is_root else None
-        text = _text_from_root(job, message, root, of=of)
-    return json.loads(text, object_hook=decode) if text else None
+    with job.ring.call() if job and isinstance(job.ring, Ring) else contextlib.nullcontext():
+        if job is not None:
+            message = text.encode() if is_root else None
+            text = _text_from_root(job, message, root, of=of)
+        return json.loads(text, object_hook=decode) if text else None
 
 
 def _text_from_root(job: Job, text: bytes | None, root: int, *, of: str) -> str:

@@ -112,6 +112,7 @@ class Ring:
         self._to_next, self._from_previous = ends
         self._sums = 0
         self._at_work = threading.Lock()
+        self._caller: int | None = None  # thread in `call`
         self._scratch = bytearray()
         self.lost = ""
         """Reason why the ring is closed, or "". A closed ring cannot run sums."""
@@ -175,7 +176,7 @@ class Ring:
     def from_root(self, array: np.ndarray, root: int, *, of: str) -> None:
         """Fill `array` with the root's elements. Each worker passes them on as they arrive.
 
-        `of` is empty if an earlier transfer has told all workers that this one follows.
+        `of` is empty if an earlier transfer of the same `call` has told all workers of this one.
         """
         blocks, hops = _blocks(array), self._hops_from(root)
         with self._at_sum():
@@ -286,11 +287,24 @@ class Ring:
         return bounds[own], bounds[own + 1]
 
     @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Run the transfers of one call, whose later transfers the workers do not compare."""
+        self._caller = threading.get_ident()
+        try:
+            yield
+        except BaseException as error:  # the others would take the next call for data of this one
+            self._leave(f"a call of this worker was interrupted: {type(error).__name__}")
+            raise
+        finally:
+            self._caller = None
+
+    @contextlib.contextmanager
     def _at_sum(self) -> Iterator[None]:
         """Allow one thread in the block, and close the ring if the block fails."""
         if self.lost:
             raise ConnectionError(self.lost)
-        if not self._at_work.acquire(blocking=False):
+        is_free = self._caller in (None, threading.get_ident())
+        if not is_free or not self._at_work.acquire(blocking=False):
             raise RuntimeError(
                 "two threads of this worker run collectives at the same time. Fix: call "
                 "collectives from one thread"
