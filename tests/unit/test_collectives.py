@@ -1,6 +1,5 @@
 """The collectives for users, each task a thread with its place in the ring."""
 
-import contextlib
 import threading
 import types
 
