@@ -31,7 +31,7 @@ LINES = {
     "ps, pipeline": 4_858,
     "elastic": 1_910,
     "tuning": 2_916,
-    "serving": 3_050,
+    "serving": 3_060,
     "around": 6_768,  # report, outputs, app, find, ops, audit, configs and the programs
 }
 ROOMS = {
