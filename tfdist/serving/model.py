@@ -235,7 +235,7 @@ class ServedModel:
                 tensor.CopyFrom(tf.make_tensor_proto(array))
         return bytes(response.SerializeToString())
 
-    def _run(self, calls: Sequence[Call]) -> Iterator[list[bytes | RequestError]]:
+    def _run(self, calls: Sequence[Call]) -> Iterator[Sequence[bytes | RequestError]]:
         """Yield the answers of each run. After an error, each call of the signature is a run."""
         signature, left = self.signatures[calls[0].signature], list(calls)
         try:
@@ -254,7 +254,7 @@ class ServedModel:
 
     def _run_batch(
         self, signature: Signature, calls: Sequence[Call]
-    ) -> Iterator[list[bytes | RequestError]]:
+    ) -> Iterator[Sequence[bytes | RequestError]]:
         separate = ([call.encode(signature.run(call.arrays))] for call in calls)
         if not signature.batches:
             yield from separate  # a single call
