@@ -144,7 +144,7 @@ class MetricsFile(keras.callbacks.Callback):
             self._directory.write_metrics(kept)
 
     def _learning_rate(self) -> dict[str, float]:
-        optimizer = getattr(self.model, "optimizer", None)
+        optimizer: Any = getattr(self.model, "optimizer", None)
         rate = getattr(optimizer, "learning_rate", None)  # a MultiOptimizer has several
         if rate is None or not optimizer.built:
             return {}
