@@ -178,8 +178,9 @@ def losses_of_a_usual_test() -> list[float]:
     ]
 
 
-def test_a_batch_size_for_examples_of_unknown_size_is_refused(strategies):
-    spec = tf.TensorSpec([None, None]), tf.TensorSpec([None], tf.int32)
+@pytest.mark.parametrize("shape", [[None, None], None])
+def test_a_batch_size_for_examples_of_unknown_size_is_refused(strategies, shape):
+    spec = tf.TensorSpec(shape), tf.TensorSpec([None], tf.int32)
     data = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
     found = refused(lambda: tfdist.find_batch_size(make(strategies[1]), data))
     assert found == ("find_batch_size", "unsupported-data")

@@ -412,8 +412,12 @@ def test_a_custom_metrics_callback_replaces_the_default_writer(strategies, monke
 def test_other_fits_of_a_trials_program_write_no_metrics(strategies, monkeypatch, tmp_path):
     """When the trial resumed, they replaced the lines of its first epochs."""
     monkeypatch.setenv(TRIAL, "{}")
-    in_run_dir(strategies, monkeypatch, tmp_path / "run").fit(X, Y, batch_size=10, verbose=0)
+    model = in_run_dir(strategies, monkeypatch, tmp_path / "run")
+    model.fit(X, Y, batch_size=10, verbose=0)
     assert steps_of(tmp_path / "run") == []
+    with routing.fits_by(tfdist.fit):  # as in `run_trial`, where `tfdist.fit` may train
+        tfdist.fit(model, X, Y, batch_size=10, verbose=0)
+    assert steps_of(tmp_path / "run") != []
 
 
 def test_a_probe_skips_the_first_block_and_ends(strategies, monkeypatch, tmp_path):

@@ -59,6 +59,7 @@ def odd(tmp_path_factory):
         "total": (lambda a: {"total": tf.reduce_sum(a)}, NUMBER),
         "named": (lambda a: {"a": a, "names": tf.constant([*"abcd"])}, NUMBER),
         "picky": (_picky, NUMBER),
+        "kept": (lambda a: {"kept": tf.boolean_mask(a, a > 1)}, NUMBER),
     }
     return saved(tmp_path_factory.mktemp("odd") / "1", signatures)
 
@@ -187,6 +188,7 @@ def test_a_batch_has_no_more_examples_than_it_may(served, monkeypatch):
     [
         ("picky", ([1], [9], [3]), ([1], Code.INVALID_ARGUMENT, [3])),
         ("total", ([1, 2], [5]), (3, 5)),  # has no rows
+        ("kept", ([1], [2], [3]), ([], [2], [3])),  # has other rows
         # An output of as many rows as a batch is whole for each request.
         ("named", ([1], [3, 4]), [{"a": a, "names": [*"abcd"]} for a in ([1], [3, 4])]),
         ("pair", ({"a": [1], "b": [1, 2]}, {"a": [1], "b": [2]}), (Code.INVALID_ARGUMENT, [3])),
@@ -196,6 +198,11 @@ def test_a_batch_answers_failing_requests_and_outputs_without_rows(odd, signatur
     answers = rest(odd, *({"signature_name": signature, "inputs": one} for one in inputs))
     found = [one.code if isinstance(one, RequestError) else one["outputs"] for one in answers]
     assert found == [*outputs]
+    if signature in ("picky", "kept"):  # a replica sends each answer before it runs the next
+        asked = [{"signature_name": signature, "inputs": one} for one in inputs]
+        requests = [(FrameKind.REST_PREDICT, json.dumps(one).encode()) for one in asked]
+        order = [[at for at, _ in some] for some in odd.answers(requests)]
+        assert order == [[], *([at] for at in range(len(inputs)))]
 
 
 def test_metadata(served):

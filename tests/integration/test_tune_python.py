@@ -383,6 +383,17 @@ def test_settings_of_a_run_reach_the_fit_of_a_trial(trials, as_callback):
     assert trials.lines("step") == [2, 4]
 
 
+def test_a_trial_of_an_eager_model_is_refused(trials):
+    """Keras' own fit would write no checkpoints and no lines, so its trial could not resume."""
+
+    def eager(hp: Any) -> keras.Model:
+        model = build(hp)
+        model.run_eagerly = True
+        return model
+
+    assert refused(lambda: trials.run(trials.tuner(eager))) == ("tfdist.fit", "unsupported")
+
+
 def test_a_trial_with_rare_validation_has_the_best_score(trials):
     tuner = trials.tuner(objective=LOSS_UP)
     outcome = trials.run(tuner, validation_freq=2, epochs=5)

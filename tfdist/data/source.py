@@ -132,7 +132,7 @@ def batch_spec(element_spec: Nest, rows: int | None = None) -> Nest:
     def batched(spec: tf.TensorSpec | None) -> tf.TensorSpec | None:
         if not isinstance(spec, tf.TensorSpec):
             return spec  # None, ragged or sparse: these have no spec of one example
-        return tf.TensorSpec([rows, *spec.shape], spec.dtype)
+        return tf.TensorSpec(None if spec.shape.rank is None else [rows, *spec.shape], spec.dtype)
 
     return tf.nest.map_structure(batched, element_spec)
 

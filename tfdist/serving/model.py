@@ -153,8 +153,9 @@ class ServedModel:
         yield [(at, call) for at, call in enumerate(calls) if not isinstance(call, Call)]
         for members in groups.values():
             for batch in self._batches(members):
-                found = self._run([call for _, call in batch])
-                yield [(at, answer) for (at, _), answer in zip(batch, found, strict=True)]
+                numbers = iter([at for at, _ in batch])
+                for found in self._run([call for _, call in batch]):
+                    yield [(next(numbers), answer) for answer in found]
 
     def _batches(self, members: Sequence[tuple[int, Call]]) -> Iterator[list[tuple[int, Call]]]:
         """Yield batches of calls. A call with more rows than the limit is a batch of one call."""
@@ -234,35 +235,44 @@ class ServedModel:
                 tensor.CopyFrom(tf.make_tensor_proto(array))
         return bytes(response.SerializeToString())
 
-    def _run(self, calls: Sequence[Call]) -> list[bytes | RequestError]:
-        """Answer calls of one signature together. After an error, run each call separately."""
-        signature = self.signatures[calls[0].signature]
+    def _run(self, calls: Sequence[Call]) -> Iterator[Sequence[bytes | RequestError]]:
+        """Yield the answers of each run. After an error, each call of the signature is a run."""
+        signature, left = self.signatures[calls[0].signature], list(calls)
         try:
-            return self._run_batch(signature, calls)
+            for answers in self._run_batch(signature, calls):
+                yield answers
+                del left[: len(answers)]
         except Exception as error:
-            if len(calls) > 1:
-                return [answer for call in calls for answer in self._run([call])]
-            if isinstance(error, RequestError):
-                return [error]
-            code = error.error_code if isinstance(error, tf.errors.OpError) else Code.INTERNAL
-            return [RequestError(Code(code), reason_of(error))]
+            if len(left) > 1:
+                for call in left:
+                    yield from self._run([call])
+            elif isinstance(error, RequestError):
+                yield [error]
+            else:
+                code = error.error_code if isinstance(error, tf.errors.OpError) else Code.INTERNAL
+                yield [RequestError(Code(code), reason_of(error))]
 
-    def _run_batch(self, signature: Signature, calls: Sequence[Call]) -> list[bytes | RequestError]:
+    def _run_batch(
+        self, signature: Signature, calls: Sequence[Call]
+    ) -> Iterator[Sequence[bytes | RequestError]]:
+        separate = ([call.encode(signature.run(call.arrays))] for call in calls)
         if not signature.batches:
-            return [call.encode(signature.run(call.arrays)) for call in calls]  # a single call
+            yield from separate  # a single call
+            return
         rows = [call.rows for call in calls]
         size = next((one for one in self._sizes if one >= sum(rows)), sum(rows))
         columns = zip(*(call.arrays for call in calls), strict=True)
         outputs = signature.run([_padded(column, size) for column in columns])
         if any(array.ndim == 0 or len(array) != size for array in outputs.values()):
-            return [call.encode(signature.run(call.arrays)) for call in calls]  # outputs lack rows
+            yield from separate  # outputs lack rows
+            return
         answers: list[bytes | RequestError] = []
         start = 0
         for call, count in zip(calls, rows, strict=True):
             end = start + count
             answers.append(call.encode({name: array[start:end] for name, array in outputs.items()}))
             start = end
-        return answers
+        yield answers
 
     def _metadata(self) -> Any:
         response = get_model_metadata_pb2.GetModelMetadataResponse()

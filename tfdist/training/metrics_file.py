@@ -17,6 +17,7 @@ from tfdist.strategy import Job, barrier, current_job
 from tfdist.training.callbacks import writes_files
 from tfdist.training.epochs import EpochPlan
 from tfdist.training.program import engine_class
+from tfdist.training.run_settings import fit_by
 from tfdist.training.trackers import warn
 
 _fits = itertools.count(1)
@@ -143,7 +144,7 @@ class MetricsFile(keras.callbacks.Callback):
             self._directory.write_metrics(kept)
 
     def _learning_rate(self) -> dict[str, float]:
-        optimizer = getattr(self.model, "optimizer", None)
+        optimizer: Any = getattr(self.model, "optimizer", None)
         rate = getattr(optimizer, "learning_rate", None)  # a MultiOptimizer has several
         if optimizer is None or rate is None or not optimizer.built:
             return {}
@@ -166,9 +167,10 @@ def metrics_file(
 ) -> list[keras.callbacks.Callback]:
     """Return [the writer of `metrics.jsonl`], or [] without a directory or with another writer."""
     options = job.config.options if job.config else JobOptions()
-    # In a trial of a sweep, the file has only the trial's epochs.
-    has_writer = TRIAL in os.environ or any(getattr(c, "writes_metrics", False) for c in callbacks)
-    if options.run_dir is None or has_writer:
+    # In a sweep's trial, only the fits of its tuner write. `tfdist.fit` in the tuner comes here.
+    is_other = TRIAL in os.environ and fit_by.get() is None
+    has_writer = any(getattr(c, "writes_metrics", False) for c in callbacks)
+    if options.run_dir is None or has_writer or is_other:
         return []
     directory = RunDirectory(options.run_dir)
     if options.probe_s is not None:

@@ -6,8 +6,6 @@ the job's scope to the engine, and all other models to Keras.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import inspect
 import sys
 import types
@@ -27,7 +25,7 @@ from tfdist.training.engines import naming_a_lost_server
 from tfdist.training.evaluation import evaluate, predict
 from tfdist.training.fitting import fit
 from tfdist.training.keras_compat.trace import warn_once
-from tfdist.training.run_settings import Run, is_on_the_way, on_the_way
+from tfdist.training.run_settings import Run, fit_by, fits_by, is_on_the_way, on_the_way
 
 _ENGINE: dict[str, Callable[..., Any]] = {
     "fit": inspect.unwrap(fit),
@@ -38,17 +36,6 @@ _ENGINE: dict[str, Callable[..., Any]] = {
 }
 """Functions of the engine, unwrapped: they do not call the model's own method."""
 _WITHOUT_INDEX = ("torch.utils.data", "grain.", "scipy.sparse")
-_fit_by: contextvars.ContextVar[Any] = contextvars.ContextVar("fit_by", default=None)
-
-
-@contextlib.contextmanager
-def fits_by(function: Callable[..., Any] | None) -> Iterator[None]:
-    """Call `function` instead of the engine for each `model.fit` of a model of the job."""
-    token = _fit_by.set(function)
-    try:
-        yield
-    finally:
-        _fit_by.reset(token)
 
 
 def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +78,7 @@ def call(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
         fit_of_keras = super(sys.modules[KERAS_HUB].PipelineModel, model).fit
         with on_the_way(model, name):
             return fit_of_keras(arguments.pop("x", None), **arguments)
-    function = _fit_by.get() if name == "fit" else None
+    function = fit_by.get() if name == "fit" else None
     if function is None and job is not None and job.kind.has_collectives:
         require_no_search(job)
     with fits_by(None), on_the_way(model if function else None, name), naming_a_lost_server():

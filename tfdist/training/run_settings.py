@@ -117,8 +117,20 @@ def run_of(callbacks: Any, settings: Mapping[str, Any]) -> tuple[list[Any], Run]
 # Calls of `tfdist.fit(model, ...)`, which reach the engine directly or through `model.fit`.
 
 
+fit_by: contextvars.ContextVar[Any] = contextvars.ContextVar("fit_by", default=None)
+"""Function that calls of `model.fit` reach instead of the engine, `None` inside of it."""
 _on_the_way: contextvars.ContextVar[Any] = contextvars.ContextVar("on_the_way", default=None)
 """Model and method name of the current call, which must reach the engine."""
+
+
+@contextlib.contextmanager
+def fits_by(function: Callable[..., Any] | None) -> Iterator[None]:
+    """Call `function` instead of the engine for each `model.fit` of a model of the job."""
+    token = fit_by.set(function)
+    try:
+        yield
+    finally:
+        fit_by.reset(token)
 
 
 @contextlib.contextmanager

@@ -26,8 +26,7 @@ from tfdist.outputs.run_directory import DONE, RunDirectory
 from tfdist.strategy import barrier, current_job, is_chief, job_of, make_strategy
 from tfdist.strategy.job import remember
 from tfdist.training.fitting import fit
-from tfdist.training.routing import fits_by
-from tfdist.training.run_settings import SETTINGS, Run, run_of
+from tfdist.training.run_settings import SETTINGS, Run, fits_by, run_of
 from tfdist.tuning.oracle import PROJECT, of_epochs, own_fit, record_asked, unreported
 from tfdist.tuning.trial_job import Assignment
 
@@ -60,7 +59,9 @@ def run_assigned(
 
     if own_fit(tuner) is None:  # Keras' fit does not accept the settings of `Run`
         settings = {name: kwargs[name] for name in SETTINGS if name in kwargs}
-        callbacks = [*(kwargs.get("callbacks") or []), *([Run(**settings)] if settings else [])]
+        callbacks = keras.tree.flatten(kwargs.get("callbacks") or [])
+        if settings or not any(isinstance(callback, Run) for callback in callbacks):
+            callbacks.append(Run(**settings))  # also without settings: it needs the engine
         kwargs = {**kwargs, "callbacks": callbacks}
         kwargs = {name: value for name, value in kwargs.items() if name not in SETTINGS}
     with fits_by(fit_trial):
