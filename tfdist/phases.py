@@ -31,7 +31,7 @@ In ``rendezvous``, ``step``, ``save`` and ``validate`` a task may wait for other
 is user code between two ranges of steps. ``import`` and ``done`` (before and after training) and
 ``serve`` (a worker or ps that executes a chief's work) have no time limit. In ``barrier`` a task
 waits for other tasks, which may be in a phase without limit. In ``join`` a task waits to become a
-member of an elastic job, and no other task waits for it.
+member of an elastic job. No other task waits for it until it gets the state.
 """
 
 SUM = "sum"

@@ -231,12 +231,15 @@ def test_launchers_of_a_ray_cluster_reserve_different_groups(monkeypatch):
 
 def test_a_ray_cluster_without_cpus_has_no_room(monkeypatch, capsys):
     ray = Mock(nodes=lambda: [{"Alive": True, "Resources": {"memory": 1.0}}])
-    ray.util.placement_group.side_effect = ValueError("an empty list of bundles")
+    ray.util.placement_group.return_value.wait.return_value = False
     monkeypatch.setitem(sys.modules, "ray.util", ray.util)
     monkeypatch.setattr(on_ray, "_ray", lambda: ray)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    on_ray._hold("name", 2, 1.0)
-    assert capsys.readouterr().out == '{"waited": 1.0}\n'
+    on_ray._hold("name", 0, 1.0)
+    ray.util.placement_group.assert_not_called()
+    on_ray._hold("name", 2, 1.0)  # Ray may start nodes for this request
+    assert ray.util.placement_group.call_args.args == ([{"CPU": 1}, {"CPU": 1}],)
+    assert capsys.readouterr().out == '{"waited": 1.0}\n' * 2
 
 
 def test_settings_of_one_host_make_no_difference(tmp_path):

@@ -35,6 +35,7 @@ from tfdist.launch.multihost.hosts import decided_group
 from tfdist.launch.multihost.leader import Team
 from tfdist.launch.multihost.node import Node
 from tfdist.launch.options import parse
+from tfdist.launch.run_dir import RunDir
 from tfdist.phases import PendingWork
 
 W0, W1, W2 = (Task("worker", index) for index in range(3))
@@ -178,6 +179,14 @@ def test_waits_end_in_time_for_heartbeats_of_hosts(world):
     for timeout_s in (None, 0.2, 100):
         world.processes.wait(timeout_s)
     assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
+
+
+def test_a_launcher_holds_the_lock_of_its_run_directory_while_agents_start(monkeypatch, tmp_path):
+    team = Mock(gather=lambda: RunDir(tmp_path).__enter__())
+    monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
+    monkeypatch.setattr(job_run, "_hub", Mock())
+    with pytest.raises(UsageError, match="another job"):
+        job_run._lead(Mock(job=Mock(run_dir=tmp_path)))
 
 
 def test_a_failing_launcher_ends_its_agents(monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ The members are a model of `tfdist.elastic.mesh` without sockets. A seed gives t
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -536,6 +537,16 @@ def test_32_workers_connect_under_the_usual_limit_of_files():
                     elif other == 0:
                         peer.send(bytes([member]))
                         assert peers[member].recv(9) == bytes([member])
+
+
+def test_a_limit_of_descriptors_in_messages_is_no_lost_worker(monkeypatch):
+    sent = Mock(side_effect=[BrokenPipeError(), OSError(errno.ETOOMANYREFS, "too many")])
+    monkeypatch.setattr(socket, "send_fds", sent)
+    with contextlib.closing(links_that(Mock(), Mock())) as links:
+        links._ends[Task("worker", 0)] = Mock()
+        links._send(Task("worker", 0), {})
+        with pytest.raises(OSError, match="too many"):
+            links._send(Task("worker", 0), {})
 
 
 def test_a_request_between_two_starts_is_refused():

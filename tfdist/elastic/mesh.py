@@ -547,7 +547,8 @@ class Mesh(Members):
             for peer in (*joining, *behind):
                 self._send_arrays(peer, self._last())
         if self._member in joining:
-            state, last = (self._receive_arrays(go["source"]) for _ in range(2))
+            with phases.entered("rendezvous"):  # the source waits for this task
+                state, last = (self._receive_arrays(go["source"]) for _ in range(2))
             self._received, self._last = state, lambda: last  # it may be the next source
             self.done = go["done"]
         return self._receive_arrays(go["source"]) if self._member in behind else None

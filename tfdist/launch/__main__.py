@@ -17,6 +17,7 @@ _EXIT_FAILED, _EXIT_INTERRUPTED = 1, 130
 _LIMITS = {
     errno.EAGAIN: "raise the limit of processes (ulimit -u)",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ETOOMANYREFS: "raise the limit of open files (ulimit -n)",
     errno.ENOMEM: "give the launcher more memory",
     errno.ENOSPC: "free disk space",
 }

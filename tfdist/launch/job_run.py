@@ -265,25 +265,27 @@ def _run_on_hosts(  # noqa: D417
 
 
 def _lead(part: HostPart) -> int:
-    if os.path.exists(part.job.run_dir):
-        with RunDir(part.job.run_dir):  # new agents would kill the agents of a job that runs there
-            pass
     pem = certificate() if part.job.kind.is_elastic else None
     team, screen, run_path = Team(part, _hub(part), pem=pem), part.screen, part.job.run_dir
     code = EXIT_FAILED
-    try:
-        if (stop_signal := team.gather()) is not None:
-            code = exit_code_for(stop_signal)
-        else:
-            screen.announce(team.roll_call())
-            with RunDir(run_path) as run_dir:
+    with contextlib.ExitStack() as stack:
+        is_new = not os.path.exists(run_path)
+        if not is_new:  # lock it first: new agents would kill the agents of a job that runs there
+            run_dir = stack.enter_context(RunDir(run_path))
+        try:
+            if (stop_signal := team.gather()) is not None:
+                code = exit_code_for(stop_signal)
+            else:
+                screen.announce(team.roll_call())
+                if is_new:
+                    run_dir = stack.enter_context(RunDir(run_path))
                 screen.announce(f"run directory {run_path}")
                 code = JobRun(part.job, team, screen=screen, run_dir=run_dir).run()
-    except TfdistError as error:
-        code = error.exit_code
-        raise
-    finally:
-        team.end(code)
+        except TfdistError as error:
+            code = error.exit_code
+            raise
+        finally:
+            team.end(code)
     return code
 
 

@@ -7,6 +7,7 @@ at the other end, so only the job's own tasks are members. A message is one pack
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -138,8 +139,11 @@ class MemberLinks:
     def _send(self, task: Task, message: object, fds: list[int] | None = None) -> None:
         end = self._ends.get(task)
         if end is not None:
-            with contextlib.suppress(OSError):  # it has exited, which is an event of its own
+            try:
                 socket.send_fds(end, [json.dumps(message).encode()], fds or [])
+            except OSError as error:  # it has exited, which is an event of its own
+                if error.errno == errno.ETOOMANYREFS:  # the task would wait for ever
+                    raise
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):

@@ -161,7 +161,7 @@ def _require_same_weights_in_repeated_hooks(callback: Any, job: Job) -> None:
         "callbacks",
         "SwapEMAWeights(swap_on_epoch=True) changes the weights between epochs, so the new chief "
         "of an elastic job could overwrite a file with other weights",
-        fix="leave out swap_on_epoch, or start the job without --elastic",
+        fix="leave out swap_on_epoch, or use a strategy that is not elastic",
         code="unsupported",
     )
 

@@ -42,7 +42,7 @@ from tfdist.training.run_settings import Run
 from tfdist.training.stop_requests import StopRequested, StopRequests, signal_of
 from tfdist.training.succession import Succession
 from tfdist.training.task_agreement import require_same_weights
-from tfdist.training.trackers import prepare_trackers
+from tfdist.training.trackers import Tracker, prepare_trackers
 
 if TYPE_CHECKING:
     from tfdist.training.evaluation import Evaluation
@@ -228,7 +228,7 @@ class TrainLoop:
                 self._save(backup, ended=logs)
             self._settle(logs)
             for callback in self._callbacks.callbacks:
-                if hasattr(callback, "interrupted"):
+                if isinstance(callback, Tracker):
                     callback.interrupted()
         self._model.stop_training = True
 

@@ -94,8 +94,9 @@ def _hold(name: str, num_tasks: int, within_s: float) -> None:
         return
     able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     num_tasks = num_tasks or len(able)
-    each, more = divmod(num_tasks, max(1, min(num_tasks, len(able))))
-    slots = [each + (rank < more) for rank in range(num_tasks // each if each else 0)][: len(able)]
+    nodes = min(num_tasks, len(able) or num_tasks)  # Ray may start nodes for a request
+    each, more = divmod(num_tasks, max(1, nodes))
+    slots = [each + (rank < more) for rank in range(nodes)]
     options = {"strategy": "STRICT_SPREAD", "name": name}
     if slots and placement_group([{"CPU": n} for n in slots], **options).wait(within_s):
         print(json.dumps({"slots": slots}), flush=True)
