@@ -888,6 +888,30 @@ def test_a_layer_that_only_the_step_calls_is_trained(strategies):
     require_alike(strategies, cell)
 
 
+class Compiled(keras.Sequential):
+    """A model whose step is a tf.function with an optimizer of its own."""
+
+    mine = None
+
+    @tf.function
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x) - y) ** 2)
+        self.mine.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_compiled_step_with_its_own_optimizer_trains(strategies):
+    with strategies[1].scope():
+        model = Compiled([keras.Input((GUIDE_X.shape[1],)), layers.Dense(1)])
+        model.mine = keras.optimizers.SGD(0.1)
+        model.compile()
+    before = model.get_weights()
+    tfdist.fit(model, GUIDE_X[:32], GUIDE_X[:32, :1], batch_size=8, verbose=0)
+    assert not np.array_equal(model.get_weights()[0], before[0])
+
+
 def test_an_unbuilt_layer_is_refused(strategies):
     with strategies[1].scope():
         model = compiled(Halves, unbuilt=True)

@@ -103,7 +103,7 @@ def is_finite(model: keras.Model, arrays: Mapping[str, Any]) -> bool:
         if is_slot or (name.startswith("weights/") and variable.trainable):
             array = arrays[name] if arrays else np.asarray(variable.value)
             may_be_infinite = is_slot and "gradient_accumulator" not in variable.path
-            if np.isnan(array).any() or not (may_be_infinite or np.isfinite(array).all()):
+            if not np.isfinite(array).all() and not (may_be_infinite and not np.isnan(array).any()):
                 return False
     return True
 

@@ -220,9 +220,11 @@ class CheckpointStore:
     @contextlib.contextmanager
     def holding(self, name: str) -> Iterator[bool]:
         """Yield whether a checkpoint exists, and keep it in this block if newer ones replace it."""
-        self._held = name
+        with self._writing:
+            self._held = name
+            exists = (self.directory / name).exists()
         try:
-            yield (self.directory / name).exists()
+            yield exists
         finally:
             self._held = ""
             with self._writing, contextlib.suppress(OSError, TfdistError):  # the next save retries

@@ -20,7 +20,7 @@ from tfdist.training import keras_compat
 from tfdist.training.feed import Feed
 from tfdist.training.keras_compat import sharding
 from tfdist.training.keras_compat.trace import warn_once
-from tfdist.training.program import engine_class, is_own, trace_of
+from tfdist.training.program import engine_class, inlined_functions, is_own, trace_of
 
 Slots = Literal["whole", "parts", "none"]
 
@@ -152,9 +152,12 @@ def _build_by_a_call(model: keras.Model, feed: Feed) -> None:
     if not all(layer.built for layer in model._flatten_layers()):
         with contextlib.suppress(Exception):  # layers that use other replicas fail here
             _called(model, batch, training=True)  # also builds layers used only in training
-        if is_own(model, "train_step") and not _has_built_layers(model):
-            # The optimizer must know layers that only the step calls. The first trace may fail.
-            _ = _runs(model.train_step, batch) or _runs(model.train_step, batch)
+        # The optimizer must know layers that only the step calls. The first trace may fail.
+        step = model.train_step
+        is_unbuilt = is_own(model, "train_step") and not _has_built_layers(model)
+        if is_unbuilt and not (_runs(step, batch) or _runs(step, batch)):
+            first = feed.first_batch()
+            _ = _runs(step, first) or _runs(step, first)
     try:
         model._symbolic_build(data_batch=batch)
     except Exception as error:  # this error says more than the second attempt's error
@@ -207,7 +210,8 @@ def _runs(step: Callable[[Any], Any], batch: Any) -> bool:
     """Return whether a trace of the step, without its updates, raises no error."""
 
     def traced(batch: Any) -> Any:
-        with keras_compat.tracing(keras_compat.bare_trace(1, updates=False)):
+        trace = keras_compat.bare_trace(1, updates=False)
+        with keras_compat.tracing(trace), inlined_functions():
             return step(batch)
 
     try:

@@ -361,13 +361,28 @@ def trace_of(
             with contextlib.suppress(Exception), keras_compat.tracing(trace):
                 function(batch)
 
-        job.strategy.run(in_replica)
+        with inlined_functions():
+            job.strategy.run(in_replica)
 
     batch = tf.nest.map_structure(
         lambda spec: None if spec is None else resized(spec, rows), batch_spec
     )
     keras_compat.compiled(run).get_concrete_function(batch)
     return traces[0]
+
+
+@contextlib.contextmanager
+def inlined_functions() -> Iterator[None]:
+    """Run the bodies of the program's tf.functions in the trace.
+
+    The step would use a function again that was compiled in a trace without updates.
+    """
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
 
 
 def resized(spec: Any, rows: int) -> Any:
