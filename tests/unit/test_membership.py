@@ -448,7 +448,7 @@ def test_stragglers_are_late_after_the_chief_that_finished():
     happen(state, ended(0, 0))
     happen(state, ended(2, 0))
     decide(state, Awakening(at_s=state.straggler_deadline_s))
-    assert state.hang.failure.cause == "still running 60 s after worker-0 exited: worker-1"
+    assert state.hang.failure.cause == "still running 90 s after worker-0 exited: worker-1"
 
 
 def test_the_chief_stays_in_a_job_of_one_worker():

@@ -104,10 +104,10 @@ ps: 5 w0 ends 0
 > 5 failed w0: exited before the chief (exit code 0); SIGTERM c0 w1 p0; 5.5 SIGTERM w1 p0; exit 1
 # workers that go on long after their chief
 3: 10 w0 ends 0; 12 w1 ends 0
-> 70 stacks w2; 70.5 failed w2: still running 60 s after w0 exited: w2; SIGTERM w2; 71 exit 1
+> 100 stacks w2; 100.5 failed w2: still running 90 s after w0 exited: w2; SIGTERM w2; 101 exit 1
 # workers and an evaluator that go on long after
 3+e: 10 w0 ends 0; 12 w1 ends 0
-> 70 stacks w2; 70.5 failed w2: still running 60 s after w0 exited: w2; SIGTERM e0 w2; 71 exit 1
+> 100 stacks w2; 100.5 failed w2: still running 90 s after w0 exited: w2; SIGTERM e0 w2; 101 exit 1
 # workers that end after their chief, without grace
 2 grace_s=0: 10 w0 ends 0; 12 w1 ends 0
 > 12 exit 0
@@ -242,10 +242,10 @@ ps+e: 20 e0 ends 0; 30 c0 ends 0
 > 30 SIGTERM w0 w1 p0; 30.5 exit 0
 # an evaluator that takes too long in a ps job
 ps+e deaf=e0: 30 c0 ends 0
-> 90 SIGTERM w0 w1 p0 e0; 93 SIGKILL e0; without e0; exit 0
+> 120 SIGTERM w0 w1 p0 e0; 123 SIGKILL e0; without e0; exit 0
 # an evaluator that takes too long
 2+e deaf=e0: 30 w0 ends 0; 30 w1 ends 0
-> 90 SIGTERM e0; 93 SIGKILL e0; without e0; exit 0
+> 120 SIGTERM e0; 123 SIGKILL e0; without e0; exit 0
 # training goes on without an evaluator
 2+e max_restarts=0: 4 w0 step 7; 5 e0 ends KILL; 30 w0 ends 0; 30 w1 ends 0; 31 e0 ends 0
 > 5 kill e0; 30 without e0; exit 0

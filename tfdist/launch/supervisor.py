@@ -60,9 +60,10 @@ if TYPE_CHECKING:
 SERVER_GRACE_S = 3.0
 """Seconds that workers and ps have to exit after the chief. They have no state to save."""
 
-STRAGGLER_S, STRAGGLER_GRACES = 60.0, 6
+STRAGGLER_S, STRAGGLER_GRACES = 90.0, 6
 """Limits for the other workers to exit after the chief: seconds, or a number of grace periods.
-The longer limit applies, so that a short grace period does not interrupt a normal exit."""
+The longer limit applies, so that a short grace period does not interrupt a normal exit. If an
+iterator of tf.data lived for milliseconds, TensorFlow may wait a minute before it deletes it."""
 
 STACKS_S = 0.5
 """Seconds to wait until a hanging task has printed its stacks."""
