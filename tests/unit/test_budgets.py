@@ -29,7 +29,7 @@ LINES = {
     "checkpoint": 2_858,
     "training": 8_373,
     "ps, pipeline": 4_858,
-    "elastic": 1_911,
+    "elastic": 1_906,
     "tuning": 2_916,
     "serving": 3_060,
     "around": 6_768,  # report, outputs, app, find, ops, audit, configs and the programs

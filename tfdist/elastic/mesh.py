@@ -49,7 +49,6 @@ _MOST_GATHERED_BYTES = 1 << 28
 """Bytes of outputs before the training loop that are kept for tasks that join."""
 _LESSON_TRIES, _LESSON_AGAIN_S = 10, 5.0
 _LESSON_S = 30.0  # longest pause within a lesson from another host
-_HAS_READ = b"\0"
 _NO_STATE = -1  # number of finished operations in a task that waits to join
 _NO_TEACHER = "lost the worker that sends the earlier results"
 _NEED_OTHERS = (
@@ -103,9 +102,7 @@ class Mesh(Members):
         self._last: Callable[[], list[Array]] = list
         """Function that returns the result of the last operation."""
         self._in_memory: Callable[[], list[Array]] | None = None
-        """This function for a result in shared memory, where it is until all members have it."""
-        self._is_being_read = False
-        """True if not all members have said that they have read the last sums in memory."""
+        """This function for a result in shared memory, where it is until the operation after."""
         self._at_work = threading.Lock()
         self._log: list[_Result] | None = []
         """Results of operations before the training loop: the lesson for tasks that join later."""
@@ -554,7 +551,7 @@ class Mesh(Members):
         return self._receive_arrays(go["source"]) if self._member in behind else None
 
     def _drop_peers(self) -> None:
-        self._shared, self._is_being_read = None, False
+        self._shared = None
         for end in self._peers.values():
             end.close()
         self._peers = {}
@@ -566,7 +563,6 @@ class Mesh(Members):
 
         Return the rest of `out`.
         """
-        self._wait_for_readers()
         header = _HEADER.pack(self.epoch, self.done, zlib.crc32(of.encode()))
         theirs = {peer: bytearray(_HEADER.size) for peer in self._peers}
         rest = self._exchange(
@@ -655,12 +651,12 @@ class Mesh(Members):
                 shared.share(like, most)
             except ConnectionError:
                 raise self._broken() from None
+        arrays_of = shared.begin(like)
         parts = {
-            block: shared.arrays(member, number, like)
+            block: arrays_of(member, number)
             for member, theirs in blocks.items()
             for number, block in enumerate(theirs)
         }
-        self._wait_for_readers()
         own = {(s, s + 1): arrays for s, arrays in leaves.items()}
         for block in blocks[self._member]:
             tree_sum(own, *block, out=parts[block])
@@ -668,17 +664,7 @@ class Mesh(Members):
         leaves.clear()  # their memory is used again for the totals
         self._agree(of, {})
         self._in_memory = partial(tree_sum, parts, 0, shards)
-        totals = self._in_memory()
-        self._is_being_read = True
-        for end in self._peers.values():  # this must not fail: the operation is done
-            with contextlib.suppress(OSError):  # the next operation finds a lost peer
-                end.send(_HAS_READ, socket.MSG_NOSIGNAL)
-        return totals
-
-    def _wait_for_readers(self) -> None:
-        if self._is_being_read:
-            self._exchange({}, {peer: [bytearray(len(_HAS_READ))] for peer in self._peers})
-            self._is_being_read = False
+        return self._in_memory()
 
     def _gathered(
         self, computed: Mapping[int, Sequence[Array]], owners: Mapping[int, int]

@@ -1,7 +1,8 @@
 """Memory in which members on one host sum: each writes its own part, and reads the others'.
 
-Sockets would copy each array twice. Each member has one file without a name (memfd). A member
-writes the part of the next operation after all members have read the sums of the last one.
+Sockets would copy each array twice. Each member has one file without a name (memfd), with two
+halves that it uses in turn. A member reads the others' half of an operation before it begins the
+next one, and the half after that waits for all members. So no half is written while it is read.
 """
 
 from __future__ import annotations
@@ -31,23 +32,30 @@ class SharedSums:
         self, member: int, peers: Mapping[int, socket.socket], wait: Callable[[int], None]
     ) -> None:
         self._member, self._peers, self._wait = member, peers, wait
-        self._size = 0
-        self._memory: dict[int, mmap.mmap] = {}
+        self._half_bytes = self._turn = 0
+        self._halves: dict[int, mmap.mmap] = {}
 
     def fits(self, like: Sequence[Array], blocks: int) -> bool:
         """Return whether each member can write this number of blocks, with arrays as in `like`."""
-        return blocks * _starts(like)[-1] <= self._size
+        return blocks * _starts(like)[-1] <= self._half_bytes
 
-    def arrays(self, member: int, number: int, like: Sequence[Array]) -> list[Array]:
-        """Return the arrays of a member's block, with shapes and types as in `like`."""
+    def begin(self, like: Sequence[Array]) -> Callable[[int, int], list[Array]]:
+        """Begin an operation. Every member makes this call.
+
+        Return a function of a member and the number of its block that returns the block's arrays.
+        """
         *starts, block_bytes = _starts(like)
-        first = number * block_bytes
-        return [
-            np.frombuffer(self._memory[member], array.dtype, array.size, first + start).reshape(
-                array.shape
-            )
-            for array, start in zip(like, starts, strict=True)
-        ]
+        self._turn = 1 - self._turn
+        first = self._turn * self._half_bytes
+
+        def arrays_of(member: int, number: int) -> list[Array]:
+            of, at = self._halves[member], first + number * block_bytes
+            return [
+                np.frombuffer(of, array.dtype, array.size, at + start).reshape(array.shape)
+                for array, start in zip(like, starts, strict=True)
+            ]
+
+        return arrays_of
 
     def share(self, like: Sequence[Array], blocks: int) -> None:
         """Make memory for this number of blocks, and map the other members' memory.
@@ -55,18 +63,19 @@ class SharedSums:
         Every member makes this call, with the same sizes. Raises ConnectionError if a member has
         exited, and another OSError if this process cannot make or map the memory.
         """
-        size = blocks * _starts(like)[-1]
+        half_bytes = blocks * _starts(like)[-1]
+        size = 2 * half_bytes
         fd = os.memfd_create("tfdist sums")
         try:
             os.ftruncate(fd, size)
-            self._memory = {self._member: mmap.mmap(fd, size)}
+            self._halves = {self._member: mmap.mmap(fd, size)}
             for end in self._peers.values():
                 socket.send_fds(end, [b"\0"], [fd])
         finally:
             os.close(fd)
         for peer, end in self._peers.items():
-            self._memory[peer] = self._mapped(peer, end, size)
-        self._size = size
+            self._halves[peer] = self._mapped(peer, end, size)
+        self._half_bytes = half_bytes
 
     def _mapped(self, peer: int, end: socket.socket, size: int) -> mmap.mmap:
         while True:
