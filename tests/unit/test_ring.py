@@ -193,6 +193,20 @@ def test_large_results_use_memory_again_that_no_array_uses():
     assert sum(data.size for data in ring_module._kept) <= 2**28
 
 
+@pytest.mark.parametrize("count", [4, 5])
+def test_rows_travel_in_both_directions(count):
+    rows = np.arange(count * 300_000, dtype=np.float32).reshape(count, -1)
+    for root in range(count):
+        own = at_once(
+            lambda ring, rank, root=root: ring.rows_from_root(
+                rows if rank == root else np.empty_like(rows), root, of="rows"
+            ),
+            ring_of(count),
+            range(count),
+        )
+        np.testing.assert_array_equal(own, rows)
+
+
 def test_equal_shapes_in_two_places_are_not_mixed():
     one, other = ring_of(2)
     message, _ = at_once(

@@ -189,21 +189,25 @@ class Ring:
         """Return this worker's row of the root's `rows`, an array of one row for each worker.
 
         Only the shape and the type of the other workers' `rows` count. `of` is as in `from_root`.
+        The rows of half of the workers travel in the other direction, so they are passed on less.
         """
-        hops = self._hops_from(root)
+        hops, half = self._hops_from(root), self._size // 2
         with self._at_sum():
             if of:
                 self._agree([rows], of, within_s=CALL_S)
             own = empty(rows.shape[1:], rows.dtype)
             if not hops:
-                ranks = [(root + far) % self._size for far in range(self._size - 1, 0, -1)]
-                out = [block for rank in ranks for block in _blocks_of_row(rows, rank)]
+                ranks = [(root + far) % self._size for far in range(1, self._size)]
+                ways = (self, ranks[half - 1 :: -1]), (self._backward, ranks[half:])
                 with _copying(rows[self._rank, ...], own):
-                    self._relay([], out, ahead=0)
+                    for way, farthest_first in ways:
+                        out = [b for rank in farthest_first for b in _blocks_of_row(rows, rank)]
+                        way._relay([], out, ahead=0)
                 return own
             blocks = _blocks(own)
-            passed = _passing(blocks * (self._size - 1 - hops))
-            self._relay([*passed, *blocks], passed, ahead=1)
+            way, rest = (self, half - hops) if hops <= half else (self._backward, hops - half - 1)
+            passed = _passing(blocks * rest)
+            way._relay([*passed, *blocks], passed, ahead=1)
         return own
 
     def rows_to_root(self, row: np.ndarray, root: int, *, of: str) -> np.ndarray | None:
@@ -260,6 +264,12 @@ class Ring:
                     deque(_blocks_of_row(rows, sent)), deque(_blocks_of_row(rows, received))
                 )
         return rows
+
+    @functools.cached_property
+    def _backward(self) -> Ring:
+        """The same connections, for transfers to the previous worker."""
+        ends = self._from_previous, self._to_next
+        return Ring(self._size - 1 - self._rank, self._names[::-1], ends)
 
     def _hops_from(self, root: int) -> int:
         return (self._rank - root) % self._size
@@ -506,7 +516,7 @@ def empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
     The system clears new memory, which takes longer than a transfer.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    if not _THREAD_BYTES <= size <= _KEPT_BYTES // 2:
+    if not _THREAD_BYTES <= size <= _KEPT_BYTES:
         return np.empty(shape, dtype)
     with _at_kept:
         for data, references in zip(_kept, _references(_kept), strict=True):
