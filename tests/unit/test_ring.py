@@ -128,7 +128,7 @@ def test_parts_of_a_sum_gathered_are_the_sum(size):
 
 
 ROOTED = {
-    "scatter": lambda ring, rows, rank: ring.rows_from_root(rows, 0, of="a scatter"),
+    "scatter": lambda ring, rows, rank: ring.rows_from_root(rows, 0),
     "gather": lambda ring, rows, rank: ring.rows_to_root(rows[rank], 0, of="a gather"),
     "reduce": lambda ring, rows, rank: ring.sum_to_root(rows[rank], 0, of="a reduce"),
 }
@@ -199,7 +199,7 @@ def test_rows_travel_in_both_directions(count):
     for root in range(count):
         own = at_once(
             lambda ring, rank, root=root: ring.rows_from_root(
-                rows if rank == root else np.empty_like(rows), root, of="rows"
+                rows if rank == root else np.empty_like(rows), root
             ),
             ring_of(count),
             range(count),

@@ -385,7 +385,7 @@ def _from_root(job: Job, array: _Array, root: int, *, of: str, follows: bool = T
 
 def _row_from_root(job: Job, rows: _Array, root: int, *, of: str) -> _Array:
     if isinstance(job.ring, Ring):
-        return _in_ring(job, lambda ring: ring.rows_from_root(rows, root, of=""))
+        return _in_ring(job, lambda ring: ring.rows_from_root(rows, root))
     return _from_root(job, rows, root, of=of)[job.task_index]
 
 

@@ -185,16 +185,15 @@ class Ring:
             into = blocks if hops else []
             self._relay(into, blocks if hops < self._size - 1 else [], ahead=len(into) and 1)
 
-    def rows_from_root(self, rows: np.ndarray, root: int, *, of: str) -> np.ndarray:
+    def rows_from_root(self, rows: np.ndarray, root: int) -> np.ndarray:
         """Return this worker's row of the root's `rows`, an array of one row for each worker.
 
-        Only the shape and the type of the other workers' `rows` count. `of` is as in `from_root`.
+        Only the shape and the type of the other workers' `rows` count. An earlier transfer of the
+        same `call` has told all workers of this one.
         The rows of half of the workers travel in the other direction, so they are passed on less.
         """
         hops, half = self._hops_from(root), self._size // 2
         with self._at_sum():
-            if of:
-                self._agree([rows], of, within_s=CALL_S)
             own = empty(rows.shape[1:], rows.dtype)
             if not hops:
                 ranks = [(root + far) % self._size for far in range(1, self._size)]
