@@ -466,7 +466,7 @@ class SweepFlags:
     seed: int | None = option(
         None,
         "seed of the search and of every trial (default: drawn)",
-        least=1,  # KerasTuner draws another one for 0
+        least=1,  # KerasTuner draws another seed for 0
     )
     show: str | None = option(None, "print the sweep in this directory and exit")
     best: str | None = option(None, "print the best trial of the sweep in this directory and exit")

@@ -127,7 +127,7 @@ class CheckpointStore:
                 except BaseException:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     raise
-                self._known_damaged.discard(self.directory / name)  # an old one had this name
+                self._known_damaged.discard(self.directory / name)  # of an old checkpoint
                 fsync(self.directory)
             except OSError as error:
                 raise self._failed(f"checkpoint of step {step} in ", error) from error

@@ -1,6 +1,6 @@
 """Engine of elastic jobs: a step is a sum over a fixed number of shards of the batch.
 
-A step has two compiled functions. The first one computes a shard's part of the step and changes no
+A step has two compiled functions. The first computes a shard's part of the step and changes no
 variable: gradients, statistics, metric totals and logs. The second one updates the variables from
 the sums over all shards. Between them, the members add the parts in one order, a binary tree over
 the shards. The sums therefore do not depend on the member that computed a shard.
@@ -132,7 +132,7 @@ class ElasticEngine(SynchronousEngine):
         self._mesh.go_online()
 
     def say_replaceable(self, is_replaceable: bool) -> None:
-        """Tell the launcher whether another task can replace this one as chief."""
+        """Tell the launcher whether another task can replace the chief."""
         if self._mesh is not None:
             self._mesh.say_replaceable(is_replaceable)
 

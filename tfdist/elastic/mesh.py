@@ -186,7 +186,7 @@ class Mesh(Members):
         return state
 
     def say_replaceable(self, is_replaceable: bool) -> None:
-        """Tell the launcher whether another member can replace this one as chief."""
+        """Tell the launcher whether another member can replace the chief."""
         if is_replaceable != self._is_replaceable:
             self._is_replaceable = is_replaceable
             self._say(is_replaceable=is_replaceable)

@@ -79,7 +79,7 @@ class Membership:
     Attributes:
       expected: Number of members before the first view.
       epoch: Number of the last view, 0 before the first.
-      members: Members of the last view. The first one has been a member for the longest time.
+      members: Members of the last view. The first has been a member for the longest time.
     """
 
     expected: int

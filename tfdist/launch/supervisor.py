@@ -203,7 +203,7 @@ class _Decision:
             self._do(step)
 
     def _resize(self, workers: int, membership: Membership) -> None:
-        """Start workers of an elastic job, or let the last ones leave."""
+        """Start workers of an elastic job, or let the last workers leave."""
         state, running = self._state, self._state.running
         stays = sorted(task for task in running if not state.tasks[task].is_leaving)
         others = [task for task in reversed(stays) if task != state.chief]

@@ -276,7 +276,7 @@ def _spec(tensor: Any, name: str) -> tf.TensorSpec:
 def _drawn(nest: Any, *, apart: bool = False) -> Any:
     """Return drawn examples: floats in [0, 1), integer zeros, or empty strings.
 
-    With `apart`, integers are zeros and ones, and strings have different lengths.
+    With `apart`, integers are 0 and 1, and strings have different lengths.
     """
     rng = np.random.default_rng(0)
 

@@ -176,7 +176,7 @@ class Ring:
     def from_root(self, array: np.ndarray, root: int, *, of: str) -> None:
         """Fill `array` with the root's elements. Each worker passes them on as they arrive.
 
-        `of` is empty if an earlier transfer of the same `call` has told all workers of this one.
+        `of` is empty if an earlier transfer of the same `call` has named it to all workers.
         """
         blocks, hops = _blocks(array), self._hops_from(root)
         with self._at_sum():
@@ -189,7 +189,7 @@ class Ring:
         """Return this worker's row of the root's `rows`, an array of one row for each worker.
 
         Only the shape and the type of the other workers' `rows` count. An earlier transfer of the
-        same `call` has told all workers of this one.
+        same `call` has told all workers of this transfer.
         The rows of half of the workers travel in the other direction, so they are passed on less.
         """
         hops, half = self._hops_from(root), self._size // 2
@@ -301,7 +301,7 @@ class Ring:
         self._caller = threading.get_ident()
         try:
             yield
-        except BaseException as error:  # the others would take the next call for data of this one
+        except BaseException as error:  # the others would take the next call for data
             self._leave(f"a call of this worker was interrupted: {type(error).__name__}")
             raise
         finally:

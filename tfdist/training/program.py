@@ -155,7 +155,7 @@ class Engine(Protocol):
         """Take part in the operations of the loop that this task has joined."""
 
     def say_replaceable(self, is_replaceable: bool) -> None:
-        """Tell the launcher whether another task can replace this one as chief."""
+        """Tell the launcher whether another task can replace the chief."""
 
     @property
     def steps_under_way(self) -> int:

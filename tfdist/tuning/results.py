@@ -173,7 +173,7 @@ def show(path: Path) -> None:
 
 
 def show_best(path: Path) -> None:
-    """Print the best trial's score, values, files and command. Raise UsageError without one."""
+    """Print the best trial's score, values, files and command. Raise UsageError without a trial."""
     state, trial = best_trial(path, where="--best")
     run = RunDirectory(path / TRIALS / trial.run)
     rows = {

@@ -128,7 +128,7 @@ def _run_trials(sweep: Sweep, journal: Journal) -> tuple[int, SweepState]:
 
 
 def _begin_journal(sweep: Sweep, journal: Journal, now: Mapping[str, Any]) -> None:
-    """Journal the description of a new sweep. For an old one, check that it is the same."""
+    """Journal the description of a new sweep. For an old sweep, check that it is the same."""
     if not journal.lines:
         seed = now["seed"] or sweep.first_seed or random.SystemRandom().randrange(1, 2**31)
         journal.add("begun", **{**now, "seed": seed})
