@@ -1,6 +1,7 @@
 """The collectives for users, each task a thread with its place in the ring."""
 
 import threading
+import tracemalloc
 import types
 
 import keras
@@ -152,6 +153,19 @@ def test_a_text_of_any_length_arrives(tasks, length):
     assert tasks(2, lambda rank: tfdist.broadcast("x" * length * (rank == 0))) == ["x" * length] * 2
 
 
+@pytest.mark.parametrize("tasks", ["ring"], indirect=True)
+def test_a_scatter_allocates_only_the_rows_of_the_tasks(tasks):
+    rows = np.arange(4 * 750_003, dtype=np.float64).reshape(4, -1)
+    tracemalloc.start()
+    try:
+        own = tasks(4, lambda rank: tfdist.scatter(rows if rank == 0 else None))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4.5 * rows[0].nbytes  # and blocks to pass on
+    np.testing.assert_array_equal(own, rows)
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -177,14 +191,14 @@ def test_tasks_with_different_calls_get_both_calls(tasks, call):
 
 @pytest.mark.parametrize("tasks", ["ring"], indirect=True)
 def test_no_task_takes_the_next_call_for_data_of_an_interrupted_one(tasks, monkeypatch):
-    blank, own = collectives._blank, threading.local()
+    empty, own = collectives.empty, threading.local()
 
-    def too_large(job, shape, dtype):
+    def too_large(shape, dtype):
         if own.rank == 1 and dtype != np.uint8:
             raise MemoryError
-        return blank(job, shape, dtype)
+        return empty(shape, dtype)
 
-    monkeypatch.setattr(collectives, "_blank", too_large)
+    monkeypatch.setattr(collectives, "empty", too_large)
 
     def call(rank):
         own.rank = rank

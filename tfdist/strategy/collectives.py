@@ -367,17 +367,14 @@ def _rows(job: Job, array: _Array, root: int | None, *, of: str) -> _Array | Non
     return rows if root is None or _is_root(job, root) else None
 
 
-def _blank(job: Job, shape: Sequence[int], dtype: str | type) -> _Array:
-    """Return an array that can receive the root's array (zeros if the job has no ring)."""
-    return empty(shape, dtype) if isinstance(job.ring, Ring) else np.zeros(shape, dtype)
-
-
 def _from_root(job: Job, array: _Array, root: int, *, of: str, follows: bool = True) -> _Array:
-    """Return the root's array. Other tasks give a `_blank` array.
+    """Return the root's array. Other tasks give zeros of the same shape and type.
 
     If it `follows` the message of a call, the message has told all tasks about it.
     """
     if isinstance(job.ring, Ring):
+        if not _is_root(job, root):
+            array = empty(array.shape, array.dtype)
         _in_ring(job, lambda ring: ring.from_root(array, root, of="" if follows else of))
         return array
     return group.sum_bytes(job, array, of=of)
@@ -410,7 +407,7 @@ def _decoded(
         if job is None:
             return np.array(arrays.pop(0)[0])
         dtype, shape = found["__array__"]
-        mine = arrays.pop(0) if is_root else _blank(job, shape, dtype)
+        mine = arrays.pop(0) if is_root else np.broadcast_to(np.zeros((), dtype), shape)
         return receive(job, mine, root, of=of)
 
     with job.ring.call() if job and isinstance(job.ring, Ring) else contextlib.nullcontext():
@@ -428,7 +425,7 @@ def _text_from_root(job: Job, text: bytes | None, root: int, *, of: str) -> str:
     message = b"" if text is None else len(text).to_bytes(8, "little") + text
 
     def sent(first: int, size: int) -> bytes:
-        part = _blank(job, [size], np.uint8)
+        part = np.zeros(size, np.uint8)
         if text is not None:
             part[:] = np.frombuffer(message[first : first + size].ljust(size, b"\0"), np.uint8)
         return _from_root(job, part, root, of=of, follows=first > 0).tobytes()

@@ -199,12 +199,11 @@ def sum_bytes(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
         return array
     if array.dtype == object:
         return _sum_texts(job, array, of=of)
-    mine = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    words = np.zeros(-(-mine.size // 4), np.int32)
-    whole = words.view(np.uint8)[: mine.size]
-    whole[:] = mine
+    words = np.zeros(-(-array.nbytes // 4), np.int32)
+    whole = words.view(np.uint8)[: array.nbytes].view(array.dtype).reshape(array.shape)
+    whole[...] = array
     sum_words(job, words, of=of)
-    return whole.view(array.dtype).reshape(array.shape)
+    return whole
 
 
 def _sum_texts(job: Job, array: np.ndarray, *, of: str) -> np.ndarray:
