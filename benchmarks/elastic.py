@@ -12,10 +12,13 @@ one host add in shared memory, and small arrays travel as one. A worker's second
 second call and an addition (0.45 ms). In TensorFlow, the gradients of one batch of 16 take 1.15 ms
 on a core, those of 32 take 1.75 ms. With shared memory, 1.20 was expected.
 
+The step of the dense model varies by a fifth from run to run, as the arrays of both workers exceed
+the cache that they share. With 4 shards, medians of several runs were 1.13 to 1.25 of multiworker's.
+Now the tasks ask for pages of 2 MiB (GLIBC_TUNABLES). In 8 interleaved runs of each side this took
+0.92 of the time with 4 shards (6.5 ms) and 0.96 under multiworker (5.8 ms), so 1.12 was expected.
+
 The survivors of torchft 0.2.0 wait for its heartbeat timeout or, in half of the kills, for the
-timeout of an operation of gloo (60 s). More runs of the dense model with 4 shards on the same day
-had 1.24, 1.27 and 1.04 in single rounds, and a median of 1.25 over five rounds. The arrays of both
-workers exceed the cache that they share, so the step varies by a fifth.
+timeout of an operation of gloo (60 s).
 
 Expected, before the first run and after a look at CPU times on a busy machine:
 

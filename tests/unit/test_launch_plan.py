@@ -201,6 +201,7 @@ def test_settings_of_the_user_have_priority():
         "GRPC_FAIL_FAST": "false",
         "TF_CPP_MIN_LOG_LEVEL": "0",
         "PYTHONFAULTHANDLER": "",
+        "GLIBC_TUNABLES": "glibc.malloc.perturb=1",
     }
     spec = planned("--ps 1", environ=own)["chief-0"]
     assert {name: spec.env[name] for name in own} == own

@@ -207,6 +207,7 @@ def _process(
     if options.threads_per_task is not None:
         forced |= _compute_threads(options.threads_per_task)
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "1", "PYTHONFAULTHANDLER": "1"}
+    defaults["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # tensors in pages of 2 MiB
     defaults |= _thread_defaults(job, config, attempt.tasks)
     if not job.machine.has_gpu_driver:
         defaults["CUDA_VISIBLE_DEVICES"] = "-1"  # else each task logs that it found no GPU
