@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from tests.refusals import refused
 from tfdist.launch import job_run
 from tfdist.launch.__main__ import main
 from tfdist.launch.options import Program, check_program, imports_tensorflow, parse
@@ -75,14 +74,6 @@ def folder(tmp_path, monkeypatch):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     return tmp_path
-
-
-@pytest.mark.parametrize("target", ["trian.py", "jobs", "/dev/stdin", "x" * 300, "", " "])
-def test_missing_scripts_are_refused(folder, target):
-    assert refused(lambda: check_program(Program(target=target, is_module=False))) == (
-        "program",
-        "no-file",
-    )
 
 
 @pytest.mark.parametrize("target", ["jobs/train_big.py", "-m package.train", "-m not_there"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.refusals import refusal, refused
+from tests.refusals import refusal
 from tfdist.cluster import decode
 from tfdist.cluster import ports as held_ports
 from tfdist.cluster.ports import PortPool
@@ -108,11 +108,6 @@ def test_the_evaluator_gets_cpus_but_no_gpu():
     assert seen == {"evaluator-0"}
     assert values(specs, "CUDA_VISIBLE_DEVICES")["evaluator-0"] == "-1"
     assert set(values(specs, "TF_NUM_INTRAOP_THREADS").values()) == {"2"}
-
-
-@pytest.mark.parametrize("line", ["", "--strategy single", "--strategy mirrored"])
-def test_a_job_of_one_process_has_no_evaluator(line):
-    assert refused(lambda: planned(f"{line} --evaluator")) == ("--evaluator", "exclusive")
 
 
 SECRETS = [
@@ -254,19 +249,6 @@ def test_an_unknown_gpu_is_left_to_tensorflow():
 def test_tensorflow_programs_are_forked_without_a_gpu(flag, machine, imports, method):
     options = parse([f"--start={flag}"])
     assert start_method(options, machine, imports_tensorflow=imports) == method
-
-
-@pytest.mark.parametrize(
-    ("line", "where"),
-    [
-        ("--workers 3", "--workers"),
-        ("--workers 2 --devices_per_worker 2", "--devices_per_worker"),
-        ("--devices_per_worker 3", "--devices_per_worker"),
-        ("--ps 1 --workers 2 --devices_per_worker 2", "--devices_per_worker"),
-    ],
-)
-def test_more_gpus_than_there_are_is_a_mistake(line, where):
-    assert refused(lambda: planned(line, gpus="01")) == (where, "devices")
 
 
 @pytest.mark.parametrize(

@@ -56,20 +56,6 @@ def test_a_spawn_within_a_task_is_refused(monkeypatch):
     assert refusal(len).code == "nested-launcher"
 
 
-@pytest.mark.parametrize(
-    ("options", "where", "code"),
-    [
-        ({"workers": 0}, "--workers", "bad-value"),
-        ({"workers": "two"}, "--workers", None),
-        ({"ps": 1}, "--ps", "exclusive"),
-    ],
-)
-def test_options_are_the_launchers_and_refused_as_there(options, where, code):
-    error = refusal(len, "abc", **options)
-    assert error.where == where
-    assert code in (None, error.code)
-
-
 def test_other_keywords_are_arguments_of_the_function():
     def fn(x, rate, workers=1, *, ps=0):
         pass

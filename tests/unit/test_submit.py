@@ -85,12 +85,6 @@ def test_a_launcher_flag_reaches_the_job_or_is_refused(flag, to):
         assert printed(line) != printed(f"{to} {others} train.py")
 
 
-@pytest.mark.parametrize("to", [SLURM, PODS], ids=["slurm", "kubernetes"])
-@pytest.mark.parametrize("flag", ["--strategy elastic", "--elastic"])
-def test_an_elastic_job_is_refused(flag, to):
-    assert "elastic" in refused(f"{to} {flag} --workers 2 train.py")
-
-
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
 def test_a_port_range_applies_to_pods_and_their_policy(kind):
     flags = f"{PODS} --kind {kind} --workers 2 --ports 20000-20100 "

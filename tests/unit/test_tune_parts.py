@@ -263,7 +263,6 @@ def test_slurm_assigns_nodes_to_trials_but_ray_does_not():
     assert hosts == ["n1:1", "n2:1", "n1:1", "n2:1"]
     ray = list(slots_and_flags(runner_on("--on ray --parallel_trials 2 --strategy mirrored")))
     assert ray == ["--env A,B --on ray --strategy multiworker --workers 1"] * 2
-    assert refused(lambda: runner_on("--on slurm")) == ("--on slurm", "no-cluster")
 
 
 def test_a_host_that_cannot_start_trials_is_closed(monkeypatch):
