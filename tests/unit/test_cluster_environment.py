@@ -259,6 +259,9 @@ def test_settings_fill_tf_config_and_a_process_by_itself():
     config = read(environ)
     assert config.options.strategy == "multiworker"
     assert read({**environ, "TFDIST_CLUSTER": "tf_config"}) == config
+    text = environ["TF_CONFIG"][:-1] + ', "tfdist": {"startup_timeout_s": 300}}'
+    options = read({"TF_CONFIG": text, "TFDIST_PORTS": "20000-20100"}).options
+    assert (options.ports, options.startup_timeout_s) == ("20000-20100", 300)
     alone = TaskConfig(
         cluster=ClusterSpec(), task=Task("worker", 0), options=JobOptions(strategy="mirrored")
     )
@@ -288,12 +291,6 @@ def refusal(environ):
 
 TWO_WORKERS = tf_config(["a:1", "b:1"])["TF_CONFIG"]
 MULTIWORKER = json.dumps({**json.loads(TWO_WORKERS), "tfdist": {"strategy": "multiworker"}})
-
-
-def test_ports_of_this_host_complete_a_tf_config_with_other_options():
-    config = json.loads(BY_HAND["TF_CONFIG"]) | {"tfdist": {"startup_timeout_s": 300}}
-    found = read({"TF_CONFIG": json.dumps(config), "TFDIST_PORTS": "20000-20100"})
-    assert (found.options.ports, found.options.startup_timeout_s) == ("20000-20100", 300)
 
 
 def test_ranks_of_mpirun_on_other_hosts_are_refused():

@@ -12,16 +12,6 @@ from tfdist.launch.__main__ import main
 from tfdist.launch.options import Program, check_program, imports_tensorflow, parse
 from tfdist.options import LaunchFlags, names_of
 
-
-def test_flags_accept_spaces_equals_signs_and_dashes():
-    options = parse(
-        ["--strategy", "ps", "--workers=4", "--ps", "2", "--startup-timeout-s=30", "--dry-run"]
-    )
-    assert (options.strategy, options.workers, options.ps) == ("ps", 4, 2)
-    assert options.startup_timeout_s == 30
-    assert options.dry_run
-
-
 REST = ("--workers", "9", "--strategy=x", "-m", "--", "--help", "")
 OURS = "tfdist.train"
 

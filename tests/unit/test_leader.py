@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.mutations import JSON
 from tests.refusals import refusal
 from tfdist.cluster import KINDS, Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
@@ -227,11 +228,6 @@ def test_a_host_reports_failed_starts_and_missing_ports():
     assert caught.value is error
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
-    max_leaves=5,
-)
 KEYS = (
     *("event", "signum", "states", "lines", "task", "at_s", "status", "pid", "exit_code"),
     *("cause", "step", "phase", "since_s"),

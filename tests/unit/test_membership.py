@@ -327,13 +327,6 @@ def ended(index, status):
     return Ended(task=WORKERS[index], status=status, at_s=0.0)
 
 
-def test_losing_a_worker_shows_a_view_of_the_others():
-    state = elastic_job()
-    actions = happen(state, ended(1, -9))
-    assert View(2, (0, 2)) in actions
-    assert not state.is_ending
-
-
 def test_a_worker_whose_connections_always_break_is_killed_and_restarted_alone():
     state = elastic_job(max_restarts=1)
     actions = []
@@ -582,7 +575,8 @@ def test_another_user_gets_no_answer(monkeypatch):
 def test_a_job_restarts_if_too_few_workers_are_left(min_workers, ends):
     state = elastic_job(max_restarts=2)
     state.min_workers = min_workers
-    happen(state, ended(1, -9))
+    actions = happen(state, ended(1, -9))
+    assert ends or View(2, (0, 2)) in actions
     happen(state)
     assert state.is_ending == ends
     assert state.verdict.restart == ends

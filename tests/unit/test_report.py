@@ -390,8 +390,8 @@ def test_the_served_page_is_fresh_and_local():
         foreign = urllib.request.Request(url, headers={"Host": "example.org"})
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(foreign, timeout=10)
-        where, _ = refused(lambda: listen(server.server_address[1], flag="--port"))
-        assert where == "--port"
+        taken = refused(lambda: listen(server.server_address[1], flag="--port"))
+        assert taken == ("--port", "port-taken")
         server.shutdown()
         thread.join()
 
