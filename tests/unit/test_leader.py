@@ -182,22 +182,27 @@ def test_waits_end_in_time_for_heartbeats_of_hosts(world):
     assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
 
 
-def test_a_launcher_holds_the_lock_of_its_run_directory_while_agents_start(monkeypatch, tmp_path):
-    team = Mock(gather=lambda: RunDir(tmp_path).__enter__())
-    monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
+@pytest.fixture
+def lead(monkeypatch, tmp_path):
+    """Leads a job on several hosts with a given team."""
     monkeypatch.setattr(job_run, "_hub", Mock())
-    with pytest.raises(UsageError, match="another job"):
+
+    def lead(team):
+        monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
         job_run._lead(Mock(job=Mock(run_dir=tmp_path)))
 
+    return lead
 
-def test_a_failing_launcher_ends_its_agents(monkeypatch, tmp_path):
-    team = Mock()
-    team.gather.return_value = None
-    team.roll_call.side_effect = OSError("a disk that is full")
-    monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
-    monkeypatch.setattr(job_run, "_hub", Mock())
+
+def test_a_launcher_holds_the_lock_of_its_run_directory_while_agents_start(lead, tmp_path):
+    with pytest.raises(UsageError, match="another job"):
+        lead(Mock(gather=lambda: RunDir(tmp_path).__enter__()))
+
+
+def test_a_failing_launcher_ends_its_agents(lead):
+    team = Mock(gather=Mock(return_value=None), roll_call=Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="full"):
-        job_run._lead(Mock(job=Mock(run_dir=tmp_path / "run")))
+        lead(team)
     team.end.assert_called_once_with(EXIT_FAILED)
 
 

@@ -19,6 +19,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.unit.histories import job_state
 from tfdist.cluster import Task
 from tfdist.launch.diagnosis import Watchdog
 from tfdist.launch.events import (
@@ -34,7 +35,7 @@ from tfdist.launch.events import (
 )
 from tfdist.launch.members import MemberLinks
 from tfdist.launch.membership import MOST_BREAKS, Fence, Go, Knock, Membership, View, Welcome
-from tfdist.launch.state import JobState, RestartPolicy
+from tfdist.launch.state import RestartPolicy
 from tfdist.launch.supervisor import decide
 from tfdist.workers import main
 
@@ -300,16 +301,9 @@ def elastic_job(max_restarts=0):
         state_of=lambda task: "R",
         is_held_up=lambda: False,
     )
-    state = JobState(
-        job_tasks=WORKERS,
-        logs=Path(),
-        has_servers=False,
-        grace_s=10,
-        membership=Membership(expected=3),
-        policy=RestartPolicy(max_restarts=max_restarts, window_s=3600),
-        watchdog=watchdog,
-        now_s=0.0,
-    )
+    policy = RestartPolicy(max_restarts=max_restarts, window_s=3600)
+    membership = Membership(expected=3)
+    state = job_state(WORKERS, membership=membership, policy=policy, watchdog=watchdog)
     happen(state, *(Begin(task=task) for task in WORKERS))
     happen(state, *(said(task, ready=True) for task in WORKERS))
     return state

@@ -39,6 +39,14 @@ def _nothing_is_started(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def folder(tmp_path_factory):
+    """Return the directory of a job's answers."""
+    folder = tmp_path_factory.mktemp("spawned")
+    (folder / "answers").mkdir()
+    return folder
+
+
 def refusal(fn, *args, **options):
     return refusals.refusal(lambda: tfdist.spawn(fn, *args, **options))
 
@@ -81,10 +89,7 @@ def test_keywords_become_flags():
     ]  # fmt: skip
 
 
-def test_the_last_whole_answer_of_each_task_is_read(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("spawned")
-    (folder / "answers").mkdir()
-
+def test_the_last_whole_answer_of_each_task_is_read(folder):
     def answer(task, attempt, size):
         spawning._answer(folder, record := {"task": task, "attempt": attempt, "value": bytes(size)})
         return record
@@ -95,9 +100,7 @@ def test_the_last_whole_answer_of_each_task_is_read(tmp_path_factory):
     assert spawning._answers(folder) == records
 
 
-def test_the_result_is_of_the_chief_that_an_elastic_job_has_then(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("spawned")
-    (folder / "answers").mkdir()
+def test_the_result_is_of_the_chief_that_an_elastic_job_has_then(folder, monkeypatch):
     (folder / "function").write_bytes(spawning._pickled(len, ["ab"], {}))
     for name in ("path", "argv"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
