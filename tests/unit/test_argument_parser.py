@@ -13,10 +13,14 @@ from tfdist.errors import PeerLost, Stopped, UsageError
 from tfdist.tuning.options import parse as tune
 
 
+def test_positional_arguments_may_stand_between_flags():
+    assert check().parse_args(["a.json", "--run_dir", "r", "b.py"]).files == ["a.json", "b.py"]
+
+
 def test_dashes_equal_underscores_and_the_last_flag_counts():
-    words = ["first.json", "--run-dir", "r", "--run_dir=s", "a.json", "--", "--no-flag"]
+    words = ["--run-dir", "r", "--run_dir=s", "a.json", "--", "--no-flag"]
     found = check().parse_args(words)
-    assert (found.run_dir, found.files) == ("s", ["first.json", "a.json", "--no-flag"])
+    assert (found.run_dir, found.files) == ("s", ["a.json", "--no-flag"])
 
 
 def test_flags_of_a_configuration_may_be_repeated():

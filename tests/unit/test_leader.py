@@ -154,6 +154,13 @@ def test_messages_about_foreign_tasks_are_ignored(world):
     assert world.processes.state_of(W1) == "S"
 
 
+def test_states_and_last_lines_of_tasks_are_kept(world):
+    assert world.hears({"states": {"worker-1": "T"}}) == []
+    assert world.processes.state_of(W1) == "T"
+    assert world.hears({"lines": ["last"], "task": "worker-1"}) == []
+    world.screen.keep_last_lines.assert_called_once_with(W1, ("last",))
+
+
 def test_a_lost_host_ends_its_tasks_and_starts_none(world):
     world.news.append((1, "no word for 5 s"))
     gone = Ended(
