@@ -196,14 +196,15 @@ def lead(monkeypatch, tmp_path):
 
     def lead(team):
         monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
-        job_run._lead(Mock(job=Mock(run_dir=tmp_path)))
+        job_run._lead(Mock(job=Mock(run_dir=tmp_path / "run")))
 
     return lead
 
 
 def test_a_launcher_holds_the_lock_of_its_run_directory_while_agents_start(lead, tmp_path):
+    (tmp_path / "run").mkdir()
     with pytest.raises(UsageError, match="another job"):
-        lead(Mock(gather=lambda: RunDir(tmp_path).__enter__()))
+        lead(Mock(gather=lambda: RunDir(tmp_path / "run").__enter__()))
 
 
 def test_a_failing_launcher_ends_its_agents(lead):
