@@ -18,6 +18,13 @@ def python(
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **given)
 
 
+def script(path: Path, text: str) -> Path:
+    """Write a program for a shell to a file that can be run."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
 def until(
     true: Callable[[], Any],
     *,

@@ -1,10 +1,13 @@
 """Histories of jobs, as text: short names of tasks, and tables of what happens and comes of it."""
 
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tfdist.cluster import Task
+from tfdist.launch.state import JobState
 
 _TYPES = {name[0]: name for name in ("chief", "worker", "ps", "evaluator")}
 JOBS = {
@@ -29,6 +32,12 @@ def short(text: object) -> str:
     """A text with the short names of the tasks in it."""
     names = "|".join(_TYPES.values())
     return re.sub(rf"\b({names})-(\d)", lambda found: found[1][0] + found[2], str(text))
+
+
+def job_state(job_tasks: list[Task], **more: Any) -> JobState:
+    """Return the state of a job that begins."""
+    usual = {"logs": Path(), "has_servers": False, "grace_s": 10, "policy": None, "watchdog": None}
+    return JobState(**{"job_tasks": job_tasks, "now_s": 0.0, **usual, **more})
 
 
 def recorded(text: str) -> pytest.MarkDecorator:

@@ -6,15 +6,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.clock import Clock
 from tfdist.launch.multihost.agents import Hub
 from tfdist.launch.multihost.pipe import BEAT_EVERY_S, SILENT_S, Pipe
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
 
 
 @pytest.fixture

@@ -3,17 +3,13 @@
 import io
 import pickle
 import signal
-import socket
 import sys
 
 import pytest
 
-from tests.refusals import refusal, refused
-from tfdist import errors
 from tfdist.argument_parser import run_program
 from tfdist.check import _parser as check
 from tfdist.errors import PeerLost, Stopped, UsageError
-from tfdist.loopback import listen
 from tfdist.tuning.options import parse as tune
 
 
@@ -69,18 +65,13 @@ def test_a_broken_pipe_of_another_output_is_raised():
         run_program("p", run)
 
 
-# What is refused
-
-
-def test_a_port_that_cannot_be_bound_is_refused():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        for port in (taken.getsockname()[1], 65_536):
-            found = refused(lambda port=port: listen(port, flag="--port"))
-            assert found == ("--port", "port-taken")
-
-
-def test_a_refusal_survives_pickling():
-    told = {"problem": "the list is empty", "fix": "add a worker", "code": "none"}
-    caught = refusal(lambda: errors.require([], "workers", **told))
-    again = pickle.loads(pickle.dumps(caught))
-    assert (str(again), again.code) == (str(caught), "none")
+@pytest.mark.parametrize(
+    "error",
+    [
+        UsageError("workers", "the list is empty", fix="add a worker", code="none"),
+        Stopped(signal.SIGUSR1, "stopped at step 3"),
+    ],
+)
+def test_an_error_survives_pickling(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.__dict__) == (str(error), error.__dict__)

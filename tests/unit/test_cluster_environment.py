@@ -259,6 +259,9 @@ def test_settings_fill_tf_config_and_a_process_by_itself():
     config = read(environ)
     assert config.options.strategy == "multiworker"
     assert read({**environ, "TFDIST_CLUSTER": "tf_config"}) == config
+    text = environ["TF_CONFIG"][:-1] + ', "tfdist": {"startup_timeout_s": 300}}'
+    options = read({"TF_CONFIG": text, "TFDIST_PORTS": "20000-20100"}).options
+    assert (options.ports, options.startup_timeout_s) == ("20000-20100", 300)
     alone = TaskConfig(
         cluster=ClusterSpec(), task=Task("worker", 0), options=JobOptions(strategy="mirrored")
     )
@@ -288,137 +291,6 @@ def refusal(environ):
 
 TWO_WORKERS = tf_config(["a:1", "b:1"])["TF_CONFIG"]
 MULTIWORKER = json.dumps({**json.loads(TWO_WORKERS), "tfdist": {"strategy": "multiworker"}})
-
-# Of a recorded job, by its name: what its first task has besides or in the place of what was
-# recorded, the variable that is named then, and the rule that is broken.
-REFUSED = {
-    "slurm_srun_n3": [
-        ({"TFDIST_PORT": "5000"}, "TFDIST_PORT", "unknown-value"),
-        ({"TFDIST_PORTS": "30000-30000"}, "TFDIST_PORTS", "exclusive"),
-        ({"TFDIST_PORTS": "30000"}, "TFDIST_PORTS", "bad-value"),
-        ({"SLURM_STEP_NODELIST": "node[01-02"}, "SLURM_STEP_NODELIST", "bad-value"),
-        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST", "bad-environment"),
-        ({"SLURM_STEP_NODELIST": "node[01-03]"}, "SLURM_STEP_TASKS_PER_NODE", "bad-environment"),
-        ({"SLURM_STEP_NODELIST": "node01,node01"}, "SLURM_STEP_TASKS_PER_NODE", "bad-environment"),
-        ({"SLURM_STEP_NODELIST": "node[02-03]"}, "SLURMD_NODENAME", "bad-environment"),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_TASKS_PER_NODE", "bad-environment"),
-        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS", "bad-environment"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2"}, "SLURM_STEP_TASKS_PER_NODE", "bad-environment"),
-        ({"SLURM_STEP_TASKS_PER_NODE": ""}, "SLURM_STEP_TASKS_PER_NODE", "bad-environment"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "two,1"}, "SLURM_STEP_TASKS_PER_NODE", "bad-value"),
-        ({"SLURM_PROCID": "3"}, "SLURM_PROCID", "bad-environment"),
-        ({"SLURM_PROCID": "2"}, "SLURMD_NODENAME", "bad-environment"),
-        ({"SLURMD_NODENAME": "node07"}, "SLURMD_NODENAME", "bad-environment"),
-        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID", "bad-environment"),
-        ({"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE", "bad-environment"),
-        ({"SLURM_RESTART_COUNT": "often"}, "SLURM_RESTART_COUNT", "bad-environment"),
-        ({"TFDIST_CLUSTER": "mpi"}, "TFDIST_CLUSTER", "bad-environment"),
-        ({"TFDIST_CLUSTER": "slrum"}, "TFDIST_CLUSTER", "bad-value"),
-        ({"TFDIST_CLUSTER": "none", "TFDIST_STRATEGY": "ps"}, "TFDIST_STRATEGY", "exclusive"),
-        ({"TFDIST_STRATEGY": "PS"}, "TFDIST_STRATEGY", "bad-value"),
-        ({"TFDIST_STRATEGY": "single"}, "TFDIST_STRATEGY", "exclusive"),
-        ({"TFDIST_STRATEGY": "mirrored"}, "TFDIST_STRATEGY", "exclusive"),
-        ({"TFDIST_STRATEGY": "multiworker", "TFDIST_PS": "1"}, "TFDIST_PS", "exclusive"),
-        ({"TFDIST_STRATEGY": "ps", "TFDIST_PS": "0"}, "TFDIST_PS", "exclusive"),
-        ({"TFDIST_PS": "2"}, "TFDIST_PS", "exclusive"),
-        ({"TFDIST_PS": "one"}, "TFDIST_PS", "bad-value"),
-        ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "bad-environment"),
-    ],
-    "slurm_salloc_srun": [
-        ({"TFDIST_EVALUATOR": "1", "TFDIST_PS": "2"}, "TFDIST_PS", "exclusive"),
-        ({"TFDIST_EVALUATOR": "1", "TFDIST_STRATEGY": "single"}, "TFDIST_EVALUATOR", "exclusive"),
-    ],
-    "slurm_sbatch_plain": [
-        ({"SLURM_RESTART_COUNT": "often"}, "SLURM_RESTART_COUNT", "bad-environment")
-    ],
-    "slurm_srun_pmix": [
-        ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "bad-environment"),
-    ],
-    "mpi_open_mpi_one_host": [
-        ({"OMPI_COMM_WORLD_SIZE": "0"}, "OMPI_COMM_WORLD_SIZE", "bad-environment"),
-        ({"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK", "bad-environment"),
-        ({"OMPI_COMM_WORLD_RANK": ""}, "OMPI_COMM_WORLD_RANK", "bad-environment"),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "TFDIST_HOSTS", "bad-environment"),
-    ],
-    "mpi_open_mpi_two_hosts": [
-        ({"TFDIST_HOSTS": ""}, "TFDIST_HOSTS", "bad-environment"),
-        ({"TFDIST_HOSTS": "a1,a2"}, "TFDIST_HOSTS", "bad-environment"),
-        ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "bad-environment"),
-    ],
-    "mpi_open_mpi_in_slurm": [
-        ({"SLURM_JOB_NODELIST": "node[01-03]"}, "TFDIST_HOSTS", "bad-environment"),
-        ({"SLURM_JOB_NODELIST": "node["}, "SLURM_JOB_NODELIST", "bad-value"),
-    ],
-    "mpi_hydra_two_hosts": [
-        ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "bad-environment"),
-    ],
-    "skypilot_two_nodes": [
-        ({"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK", "bad-environment"),
-        ({"SKYPILOT_NODE_RANK": ""}, "SKYPILOT_NODE_RANK", "bad-environment"),
-    ],
-    "lws_group_of_three": [({"LWS_GROUP_SIZE": ""}, "LWS_GROUP_SIZE", "bad-environment")],
-    "sagemaker_two_hosts": [
-        ({"SM_CURRENT_HOST": "algo-3"}, "SM_HOSTS", "bad-environment"),
-        ({"SM_HOSTS": "algo-1"}, "SM_HOSTS", "bad-environment"),
-    ],
-    "hosts_by_hand": [
-        ({"TFDIST_NODE_RANK": "3"}, "TFDIST_NODE_RANK", "bad-value"),
-        ({"TFDIST_NODE_RANK": ""}, "TFDIST_NODE_RANK", "bad-environment"),
-        ({"TFDIST_NODE_RANK": "1"}, "TFDIST_LOCAL_RANK", "bad-environment"),
-        ({"TFDIST_NODE_RANK": "1", "TFDIST_LOCAL_RANK": "2"}, "TFDIST_LOCAL_RANK", "bad-value"),
-        ({"TFDIST_LOCAL_RANK": "1"}, "TFDIST_LOCAL_RANK", "bad-value"),
-        ({"TFDIST_HOSTS": "alpha,"}, "TFDIST_HOSTS", "bad-value"),
-        ({"TFDIST_HOSTS": "alpha,beta:2x"}, "TFDIST_HOSTS", "bad-value"),
-        ({"TFDIST_HOSTS": "a,beta:22", "TFDIST_NODE_RANK": "2"}, "TFDIST_NODE_RANK", "bad-value"),
-        ({"TF_CONFIG": TWO_WORKERS}, "TF_CONFIG", "bad-environment"),
-    ],
-    "kubernetes_indexed_job": [
-        ({"HOSTNAME": "other-0"}, "TFDIST_NODE_RANK", "bad-environment"),
-        ({"HOSTNAME": ""}, "TFDIST_NODE_RANK", "bad-environment"),
-        ({"HOSTNAME": "example-job-3"}, "TFDIST_NODE_RANK", "bad-environment"),
-        ({"TFDIST_HOSTS": "example-job-[0-2"}, "TFDIST_HOSTS", "bad-value"),
-        ({"TFDIST_HOSTS": "example-job-[0-2]:2"}, "TFDIST_LOCAL_RANK", "bad-environment"),
-        (
-            {"TFDIST_HOSTS": "example-job-0.svc,example-job-0.other"},
-            "TFDIST_NODE_RANK",
-            "bad-environment",
-        ),
-        ({"TFDIST_RESTARTS": "often"}, "TFDIST_RESTARTS", "bad-value"),
-    ],
-    "plain_shell": [
-        ({"TFDIST_RESTARTS": "often"}, "TFDIST_RESTARTS", "bad-value"),
-        ({"TFDIST_RESTART": "1"}, "TFDIST_RESTART", "unknown-value"),
-        ({"TFDIST_EVALUATOR": "1"}, "TFDIST_EVALUATOR", "exclusive"),
-        ({"TFDIST_EVALUATOR": "yes"}, "TFDIST_EVALUATOR", "bad-value"),
-        ({"TFDIST_STRATEGY": "ps"}, "TFDIST_STRATEGY", "exclusive"),
-        ({"TFDIST_STRATEGY": "multiworker"}, "TFDIST_STRATEGY", "exclusive"),
-        ({"TFDIST_PS": "1"}, "TFDIST_PS", "exclusive"),
-        ({"TFDIST_STRATGY": "ps"}, "TFDIST_STRATGY", "unknown-value"),
-        ({"TF_CONFIG": TWO_WORKERS, "TFDIST_PS": "none"}, "TFDIST_PS", "bad-value"),
-        ({"TF_CONFIG": TWO_WORKERS, "TFDIST_PS": "1"}, "TFDIST_PS", "bad-environment"),
-        ({"TF_CONFIG": MULTIWORKER, "TFDIST_STRATEGY": "ps"}, "TFDIST_STRATEGY", "bad-environment"),
-        *(
-            ({"TFDIST_STARTUP_TIMEOUT_S": value}, "TFDIST_STARTUP_TIMEOUT_S", "bad-value")
-            for value in ("0", "-1", "soon", "inf", "nan")
-        ),
-        ({"TFDIST_HOSTS": "a", "TFDIST_STRATEGY": "ps"}, "TFDIST_PS", "exclusive"),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "variable", "code"),
-    [(name, *refused) for name, listed in REFUSED.items() for refused in listed],
-)
-def test_it_is_refused(name, change, variable, code):
-    error = refusal(recorded(name, **change)[0])
-    assert (error.where, error.code) == (variable, code)
-
-
-def test_ports_of_this_host_complete_a_tf_config_with_other_options():
-    config = json.loads(BY_HAND["TF_CONFIG"]) | {"tfdist": {"startup_timeout_s": 300}}
-    found = read({"TF_CONFIG": json.dumps(config), "TFDIST_PORTS": "20000-20100"})
-    assert (found.options.ports, found.options.startup_timeout_s) == ("20000-20100", 300)
 
 
 def test_ranks_of_mpirun_on_other_hosts_are_refused():

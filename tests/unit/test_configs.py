@@ -79,11 +79,6 @@ def test_a_wrong_config_file_is_refused_by_its_line(tmp_path, body, code, where)
     assert where in error.where
 
 
-def test_a_field_of_a_group_without_a_value_is_refused():
-    error = refusal(lambda: parse(["--config.augmentation.std=None"]))
-    assert "augmentation.std" in str(error)
-
-
 @pytest.mark.parametrize("content", [b"x = 1\n", b"\x89PNG\x00\x00", b""])
 def test_a_file_that_is_no_config_is_refused(tmp_path, content):
     path = tmp_path / "config.py"

@@ -89,9 +89,3 @@ def test_a_counter_explains_as_many_deaths_as_it_rose(tmp_path, write, groups, f
     assert [evidence.of_kill(pid) for pid in (10, 11)] == [killed, ""]
     evidence.started(999)
     assert evidence.of_kill(999) == ""
-
-
-def test_unreadable_evidence_gives_no_cause():
-    evidence = KillEvidence()
-    evidence.started(os.getpid())
-    assert evidence.of_kill(os.getpid()) == ""

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tfdist import files
-from tfdist.errors import TfdistError
 from tfdist.files import FileLock, LockedError, is_held
 
 # Atomic writes
@@ -93,14 +92,6 @@ def test_a_file_system_without_directory_fsync_is_accepted(tmp_path, monkeypatch
     monkeypatch.setattr(os, "fsync", refuse_directories)
     files.write_text(tmp_path / "a", "x")
     assert (tmp_path / "a").read_text() == "x"
-
-
-def test_an_error_names_its_place_in_one_line(tmp_path):
-    with (
-        pytest.raises(TfdistError, match=r"^run directory x: No such file or directory$"),
-        files.one_line_errors("run directory x"),
-    ):
-        files.write_text(tmp_path / "no" / "a", "x")
 
 
 # Locks

@@ -6,6 +6,7 @@ from types import SimpleNamespace as Fake
 import pytest
 import tensorflow as tf
 
+from tests.processes import script
 from tests.refusals import refused
 from tfdist import check
 from tfdist.cluster import KINDS, ClusterSpec, JobOptions, Task, TaskConfig
@@ -86,9 +87,7 @@ def test_a_gpu_without_kernels_in_the_wheel_is_found(gpu, kernels, says):
 
 
 def test_gpus_and_kernels_of_the_host_are_read(monkeypatch, tmp_path):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'NVIDIA GeForce RTX 5090, 12.0'\n")
-    smi.chmod(0o755)
+    script(tmp_path / "nvidia-smi", "echo 'NVIDIA GeForce RTX 5090, 12.0'")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert check._gpus() == [("NVIDIA GeForce RTX 5090", "12.0")]
     built = tf.sysconfig.get_build_info().get("cuda_compute_capabilities", [])

@@ -7,13 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.processes import script
 from tests.refusals import refusal, refused
-from tfdist.cluster import Task
-from tfdist.errors import UsageError
+from tests.unit.histories import short
 from tfdist.launch.job_run import run_job
 from tfdist.launch.multihost import on_ray
 from tfdist.launch.multihost.agents import shell_of
-from tfdist.launch.multihost.host_agreement import passed_variables, without_secrets
+from tfdist.launch.multihost.host_agreement import passed_variables
 from tfdist.launch.multihost.hosts import (
     certificate,
     decided_group,
@@ -25,8 +25,6 @@ from tfdist.launch.multihost.hosts import (
 from tfdist.launch.options import parse
 
 SECRET = "a secret that nobody must see"
-CHIEF, EVALUATOR, PS = Task("chief", 0), Task("evaluator", 0), Task("ps", 0)
-W0, W1, W2 = (Task("worker", index) for index in range(3))
 
 
 def decided(line, environ=None):
@@ -40,48 +38,72 @@ def _on_host_a(monkeypatch):
     monkeypatch.setattr("tfdist.launch.multihost.hosts.resolve", unknown)
 
 
-def test_a_host_list_gives_the_number_of_workers():
-    options, group = decided("--hosts a:2,b:1")
-    assert (options.strategy, options.workers) == ("multiworker", 3)
-    assert (group.hosts, group.slots, group.rank) == (("a", "b"), (2, 1), 0)
-    assert group.tasks([0, 1]) == {0: (W0, W1), 1: (W2,)}
-    assert group.tasks([1]) == {1: (W0,)}  # where the other did not come back
-    assert group.cluster({0: ["a:9", "a:2"], 1: ["b:8"]}).worker == ("a:9", "a:2", "b:8")
+def slurm(nodes, **more):
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": f"n[1-{nodes}]"}
+    return {**job, "SLURMD_NODENAME": "n1", **more}
 
 
-def test_under_ps_the_chief_is_first_and_servers_last():
-    options, group = decided("--strategy ps --ps 1 --hosts a:2,b:2")
-    assert (options.workers, group.num_ps) == (2, 1)
-    assert group.tasks([0, 1]) == {0: (CHIEF, W0), 1: (W1, PS)}
-    cluster = group.cluster({0: ["a:1", "a:2"], 1: ["b:3", "b:4"]})
-    assert cluster.as_dict() == {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["b:4"]}
+@pytest.mark.parametrize(
+    ("line", "environ", "strategy", "tasks"),
+    [
+        ("--hosts a:2,b:1", {}, "multiworker", "a: w0 w1; b: w2"),
+        ("--hosts b", {}, "multiworker", "launcher: ; b: w0"),
+        ("--hosts b:2,c --evaluator", {}, "multiworker", "launcher: ; b: w0 w1 e0; c: w2"),
+        ("--elastic --hosts a,b:2", {}, "elastic", "a: w0; b: w1 w2"),
+        # Under ps the chief is first and servers are last. An evaluator is on the chief's host.
+        ("--strategy ps --ps 1 --hosts a:2,b:2", {}, "ps", "a: c0 w0; b: w1 p0"),
+        ("--hosts a:2,b:2 --ps 1 --evaluator", {}, "ps", "a: c0 w0 e0; b: w1 p0"),
+        ("--hosts a:2,b:1 --evaluator", {}, "multiworker", "a: w0 w1 e0; b: w2"),
+        # Slurm's allocation, also of a launcher on its login node.
+        ("--on slurm", slurm(3), "multiworker", "n1: w0; n2: w1; n3: w2"),
+        (
+            *("--on slurm", slurm(2, SLURMD_NODENAME="")),
+            *("multiworker", "launcher: ; n1: w0; n2: w1"),
+        ),
+        ("--on slurm --workers 4", slurm(2), "multiworker", "n1: w0 w1; n2: w2 w3"),
+        ("--on slurm --ps 1", slurm(4), "ps", "n1: c0; n2: w0; n3: w1; n4: p0"),
+        (
+            *("--on slurm --strategy ps --workers 4 --ps 2", slurm(3)),
+            *("ps", "n1: c0 w0 w1; n2: w2 w3; n3: p0 p1"),
+        ),
+    ],
+)
+def test_a_list_of_hosts_gives_the_tasks_of_each_host(line, environ, strategy, tasks):
+    options, group = decided(line, environ)
+    by_rank = group.tasks(range(len(group.hosts)))
+    shown = [
+        f"{host}: {short(' '.join(map(str, by_rank[i])))}" for i, host in enumerate(group.hosts)
+    ]
+    assert (options.strategy, "; ".join(shown)) == (strategy, tasks)
+    counts = [tasks.count(f" {letter}") for letter in "wp"]
+    assert (options.workers, group.num_ps, group.rank) == (*counts, 0)
+    assert [group.num_tasks(rank) for rank in by_rank] == [len(each) for each in by_rank.values()]
+    at = {r: [f"{group.hosts[r]}:{n + 1}" for n in range(len(by_rank[r]))] for r in by_rank}
+    cluster = group.cluster(at)
+    assert {r: [*map(cluster.address, by_rank[r])] for r in by_rank} == at
 
 
-def test_an_evaluator_runs_on_the_host_of_the_chief():
-    _, group = decided("--hosts a:2,b:1 --evaluator")
-    assert group.tasks([0, 1])[0] == (W0, W1, EVALUATOR)
-    assert group.tasks([0])[0][-1] == EVALUATOR  # where the other did not come back
-    assert [group.num_tasks(rank) for rank in (0, 1)] == [3, 1]
-    cluster = group.cluster({0: ["a:1", "a:2", "a:3"], 1: ["b:1"]})
-    assert (cluster.worker, cluster.evaluator) == (("a:1", "a:2", "b:1"), ("a:3",))
-    ps = decided("--hosts a:2,b:2 --ps 1 --evaluator")[1]
-    assert ps.tasks([0, 1])[0] == (CHIEF, W0, EVALUATOR)
+@pytest.mark.parametrize(
+    ("line", "present", "tasks"),
+    [
+        ("--hosts a:2,b:1", [1], {1: "w0"}),
+        ("--hosts a:2,b:1 --evaluator", [0], {0: "w0 w1 e0"}),
+        ("--hosts b:2,c --evaluator", [0, 2], {0: "", 2: "w0"}),
+    ],
+)
+def test_the_tasks_of_present_hosts_are_a_smaller_job(line, present, tasks):
+    found = decided(line)[1].tasks(present)
+    assert {rank: short(" ".join(map(str, each))) for rank, each in found.items()} == tasks
 
 
-def test_a_list_of_only_this_host_is_local():
-    for line in ("--hosts a:3 --evaluator", "--hosts 127.0.0.1:3 --evaluator"):
-        options, group = decided(line)
-        assert group is None
-        assert (options.workers, options.hosts, options.evaluator) == (3, None, True)
-
-
-def test_an_unlisted_launcher_has_no_tasks():
-    options, group = decided("--hosts b:2,c --evaluator")
-    assert (group.hosts, group.slots, options.workers) == (("launcher", "b", "c"), (0, 2, 1), 3)
-    assert group.tasks([0, 1, 2]) == {0: (), 1: (W0, W1, EVALUATOR), 2: (W2,)}
-    assert [group.num_tasks(rank) for rank in (0, 1, 2)] == [0, 3, 1]
-    assert group.tasks([0, 2]) == {0: (), 2: (W0,)}
-    assert decided("--hosts b")[0].strategy == "multiworker"
+@pytest.mark.parametrize(
+    "line", ["a:3 --evaluator", "127.0.0.1:3 --evaluator", "a:3 --evaluator --rsh x --env HOME"]
+)
+def test_a_list_of_only_this_host_is_local(line):
+    options, group = decided(f"--hosts {line}")
+    assert group is None
+    assert (options.where, options.workers, options.hosts) == ("local", 3, None)
+    assert (options.evaluator, options.rsh, options.env) == (True, None, None)
 
 
 def test_the_first_host_is_recognized_by_name_or_address(monkeypatch):
@@ -98,33 +120,22 @@ def test_own_addresses_are_bound_to_and_others_refused(monkeypatch):
     assert [host for host in hosts if is_own_address(host)] == []
     assert own_address("127.0.0.2", other="127.0.0.1") == "127.0.0.2"
     for host in ("192.0.2.1", "no-such-host.invalid"):
-        refusal = refused(lambda host=host: own_address(host, other="127.0.0.1"))
-        assert refusal == ("--hosts", "not-this-host")
+        found = refused(lambda host=host: own_address(host, other="127.0.0.1"))
+        assert found == ("--hosts", "not-this-host")
 
 
-def test_an_elastic_job_may_have_several_hosts():
-    options = parse(["--elastic", "--hosts", "a,b:2", "x.py"])
-    assert options.kind.is_elastic
-    job, group = decided_group(options, {})
-    assert (job.strategy, job.workers, group.hosts[-2:]) == ("elastic", 3, ("a", "b"))
-
-
-def test_a_missing_openssl_is_an_error_before_the_start(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert refused(certificate) == ("--elastic", "missing-package")
-
-
-def test_an_openssl_that_fails_says_why(monkeypatch, tmp_path):
-    (tmp_path / "openssl").write_text("#!/bin/sh\necho 'no entropy' >&2\nexit 1\n")
-    (tmp_path / "openssl").chmod(0o700)
+@pytest.mark.parametrize(
+    ("text", "says"), [(None, ""), ("echo 'no entropy' >&2; exit 1", "openssl fails: no entropy. ")]
+)
+def test_a_missing_or_failing_openssl_is_an_error_before_the_start(
+    monkeypatch, tmp_path, text, says
+):
+    if text:
+        script(tmp_path / "openssl", text)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match=r"but openssl fails: no entropy\. Fix"):
-        certificate()
-
-
-@pytest.mark.parametrize("on", ["ray", "slurm"])
-def test_an_elastic_job_sends_no_key_in_clear(on):
-    assert refused(lambda: parse(["--elastic", "--on", on, "x.py"]))[0] == "--on"
+    error = refusal(certificate)
+    assert (error.where, error.code) == ("--elastic", "missing-package")
+    assert says in str(error)
 
 
 def test_agents_get_the_variables_of_tasks_and_named_ones():
@@ -137,30 +148,13 @@ def test_agents_get_the_variables_of_tasks_and_named_ones():
         assert passed_variables(environ, ()) == (environ if is_passed else {})
 
 
-def test_a_variable_with_its_value_is_refused_without_showing_it():
-    error = refusal(lambda: parse(["--hosts", "a,b", "--env", "X,API_KEY=tiger", "x.py"]))
-    assert (error.where, error.code) == ("--env", "bad-value")
-    assert "tiger" not in str(error)
-
-
 def test_a_custom_shell_command_contains_the_host():
     assert shell_of("ssh", None)[0] == "ssh"
     assert shell_of("ssh", "ssh -p 2222") == ["ssh", "-p", "2222", "{host}"]
     assert shell_of("ssh", "kubectl exec -i {host} -- sh -c")[-2:] == ["sh", "-c"]
 
 
-def test_the_values_of_secrets_are_marked():
-    args = ["--lr", "0.1", f"--api_key={SECRET}", "--token", SECRET, "x"]
-    shown = without_secrets(args)
-    assert shown == ["--lr", "0.1", "--api_key=<secret>", "--token", "<secret>", "x"]
-
-
 # Slurm
-
-
-def slurm(nodes, **more):
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": f"n[1-{nodes}]"}
-    return {**job, "SLURMD_NODENAME": "n1", **more}
 
 
 def step(nodes):
@@ -172,20 +166,6 @@ def step(nodes):
         SLURM_STEP_TASKS_PER_NODE=f"1(x{nodes})",
         SLURM_PROCID="0",
     )
-
-
-def test_a_local_host_list_ignores_the_remote_shell():
-    options, group = decided("--hosts a:2 --rsh x --env HOME")
-    assert group is None
-    assert (options.where, options.workers, options.rsh, options.env) == ("local", 2, None, None)
-
-
-def test_an_allocation_of_slurm_gives_the_hosts():
-    options, group = decided("--on slurm", slurm(3))
-    assert (group.hosts, group.slots, group.rank) == (("n1", "n2", "n3"), (1, 1, 1), 0)
-    assert (options.strategy, options.workers) == ("multiworker", 3)
-    from_a_login_node = slurm(2, SLURMD_NODENAME="")
-    assert decided("--on slurm", from_a_login_node)[1].slots == (0, 1, 1)
 
 
 def planned_here(environ):
@@ -200,11 +180,7 @@ def test_several_launchers_in_a_step_are_refused():
         assert planned_here(environ) == 0
 
 
-def test_an_allocation_spreads_tasks_over_its_nodes():
-    options, group = decided("--on slurm --strategy ps --workers 4 --ps 2", slurm(3))
-    assert (options.workers, group.slots, group.num_ps) == (4, (3, 2, 2), 2)
-    assert decided("--on slurm --workers 4", slurm(2))[1].slots == (2, 2)
-    assert decided("--on slurm --ps 1", slurm(4))[0].workers == 2
+def test_an_allocation_has_a_worker_on_each_node():
     few = refused(lambda: decided("--on slurm --workers 2", slurm(3)))
     assert few == ("--workers", "exclusive")
     alone = refused(lambda: decided("--on slurm --strategy single", slurm(3)))

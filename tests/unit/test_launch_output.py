@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.histories import job_state
 from tfdist import chatter
 from tfdist.cluster import Task
 from tfdist.files import write_json
@@ -20,7 +21,6 @@ from tfdist.launch.ending import closing_lines, resume_command
 from tfdist.launch.options import LaunchOptions, Program, parse
 from tfdist.launch.run_dir import attempt_entry, earlier_attempts
 from tfdist.launch.screen import MAX_LINE_BYTES, Console, JobScreen, LineSplitter, TaskOutput
-from tfdist.launch.state import JobState
 from tfdist.options import LAUNCHED
 from tfdist.outputs.run_directory import RunDirectory
 
@@ -277,15 +277,7 @@ def test_the_resuming_command_means_the_same_without_its_secrets(words, tmp_path
 
 
 def test_the_report_names_times_codes_and_first_failure(tmp_path):
-    state = JobState(
-        job_tasks=(W0, W1, Task("ps", 0)),
-        logs=tmp_path,
-        has_servers=False,
-        grace_s=1,
-        policy=None,
-        watchdog=None,
-        now_s=0.5,
-    )
+    state = job_state([W0, W1, Task("ps", 0)], now_s=0.5)
     state.tasks[W0].record(pid=7, status=-9, started_at_s=0, ended_at_s=2.5)
     state.tasks[W1].record(pid=8, status=1, started_at_s=1, ended_at_s=3, stopped=True)
     failed = {"task": W0, "cause": "killed by SIGKILL", "exit_code": 137}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.mutations import JSON
 from tests.refusals import refusal
 from tfdist.cluster import KINDS, Task
 from tfdist.errors import EXIT_FAILED, EXIT_PEER_MISSING, EXIT_USAGE, UsageError
@@ -153,6 +154,13 @@ def test_messages_about_foreign_tasks_are_ignored(world):
     assert world.processes.state_of(W1) == "S"
 
 
+def test_states_and_last_lines_of_tasks_are_kept(world):
+    assert world.hears({"states": {"worker-1": "T"}}) == []
+    assert world.processes.state_of(W1) == "T"
+    assert world.hears({"lines": ["last"], "task": "worker-1"}) == []
+    world.screen.keep_last_lines.assert_called_once_with(W1, ("last",))
+
+
 def test_a_lost_host_ends_its_tasks_and_starts_none(world):
     world.news.append((1, "no word for 5 s"))
     gone = Ended(
@@ -181,22 +189,28 @@ def test_waits_end_in_time_for_heartbeats_of_hosts(world):
     assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
 
 
-def test_a_launcher_holds_the_lock_of_its_run_directory_while_agents_start(monkeypatch, tmp_path):
-    team = Mock(gather=lambda: RunDir(tmp_path).__enter__())
-    monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
+@pytest.fixture
+def lead(monkeypatch, tmp_path):
+    """Leads a job on several hosts with a given team."""
     monkeypatch.setattr(job_run, "_hub", Mock())
-    with pytest.raises(UsageError, match="another job"):
-        job_run._lead(Mock(job=Mock(run_dir=tmp_path)))
 
-
-def test_a_failing_launcher_ends_its_agents(monkeypatch, tmp_path):
-    team = Mock()
-    team.gather.return_value = None
-    team.roll_call.side_effect = OSError("a disk that is full")
-    monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
-    monkeypatch.setattr(job_run, "_hub", Mock())
-    with pytest.raises(OSError, match="full"):
+    def lead(team):
+        monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
         job_run._lead(Mock(job=Mock(run_dir=tmp_path / "run")))
+
+    return lead
+
+
+def test_a_launcher_holds_the_lock_of_its_run_directory_while_agents_start(lead, tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UsageError, match="another job"):
+        lead(Mock(gather=lambda: RunDir(tmp_path / "run").__enter__()))
+
+
+def test_a_failing_launcher_ends_its_agents(lead):
+    team = Mock(gather=Mock(return_value=None), roll_call=Mock(side_effect=OSError("disk full")))
+    with pytest.raises(OSError, match="full"):
+        lead(team)
     team.end.assert_called_once_with(EXIT_FAILED)
 
 
@@ -227,11 +241,6 @@ def test_a_host_reports_failed_starts_and_missing_ports():
     assert caught.value is error
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
-    max_leaves=5,
-)
 KEYS = (
     *("event", "signum", "states", "lines", "task", "at_s", "status", "pid", "exit_code"),
     *("cause", "step", "phase", "since_s"),

@@ -12,12 +12,12 @@ import psutil
 import pytest
 from rich.console import Console
 
+from tests.unit.histories import job_state
 from tests.unit.test_report import RUNS
 from tfdist import top
 from tfdist.cluster import Task, hold_ports
 from tfdist.launch.events import Awakening, Beat, Ended, Started
 from tfdist.launch.live import MAX_BINS, AttemptHistory, LiveStatus, metrics_server, prometheus_text
-from tfdist.launch.state import JobState
 from tfdist.loopback import listen, make_server
 from tfdist.report.run_records import read_run
 from tfdist.top import view
@@ -37,15 +37,7 @@ def observed(run_dir, events, **options):
     logs.mkdir(parents=True)
     options = {"epoch_s": lambda: 1_800_000_000.0, **options}
     live = LiveStatus(run_dir, logs=logs, attempt=1, strategy="single", **options, hosts={})
-    state = JobState(
-        job_tasks=[WORKER],
-        logs=logs,
-        has_servers=False,
-        grace_s=10,
-        policy=None,
-        watchdog=None,
-        now_s=100.0,
-    )
+    state = job_state([WORKER], logs=logs, now_s=100.0)
     state.tasks[WORKER].is_running = True
     for at_s, event in events:
         state.now_s = at_s
@@ -173,20 +165,16 @@ def shown(run_dir):
 
 
 def test_the_table_shows_each_task_and_last_metrics(tmp_path):
-    (tmp_path / "live.json").write_text(json.dumps({**STATUS, "step": 25}))
+    task = {**STATUS["tasks"][0], "host": "[fd00::1]"}  # no markup
+    (tmp_path / "live.json").write_text(json.dumps({**STATUS, "step": 25, "tasks": [task]}))
     line = {"step": 100, "loss": 2.5, "val_loss": None, "examples_per_second": None}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     text = shown(RUNS / "ps")
     assert all(name in text for name in ("chief-0", "worker-0", "worker-1", "ps-0", "over"))
     text = shown(tmp_path)
     assert "step 100 " in text
+    assert "[fd00::1]" in text
     assert "last epoch: loss 2.5  val_loss not finite\n" in text
-
-
-def test_names_in_brackets_are_shown_as_they_are(tmp_path):
-    task = {**STATUS["tasks"][0], "host": "[fd00::1]"}
-    (tmp_path / "live.json").write_text(json.dumps({**STATUS, "tasks": [task]}))
-    assert "[fd00::1]" in shown(tmp_path)
 
 
 def test_a_job_of_a_killed_launcher_is_not_running(tmp_path):

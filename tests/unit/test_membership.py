@@ -1,16 +1,19 @@
 """Random histories of an elastic job: members that die, restart and join, in any order of messages.
 
 The members are a model of `tfdist.elastic.mesh` without sockets. A seed gives the history.
+
+A written history is a job and its events, and then the supervisor's actions after each event (or a
+dash) and the end of the job. `x 11` repeats an event, and only the actions of the last time count.
 """
 
 import contextlib
 import errno
 import json
-import math
 import os
 import random
 import resource
 import selectors
+import signal
 import socket
 from collections import deque
 from concurrent import futures
@@ -19,22 +22,26 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.unit.histories import JOBS, job_state, parsed, recorded, short, tasks
 from tfdist.cluster import Task
 from tfdist.launch.diagnosis import Watchdog
 from tfdist.launch.events import (
     NOT_STEADY,
+    AskForStacks,
     Awakening,
+    Beat,
     Begin,
     Ended,
     KillOne,
     Leave,
     MemberSaid,
     Resize,
+    Signal,
     Start,
 )
 from tfdist.launch.members import MemberLinks
 from tfdist.launch.membership import MOST_BREAKS, Fence, Go, Knock, Membership, View, Welcome
-from tfdist.launch.state import JobState, RestartPolicy
+from tfdist.launch.state import RestartPolicy
 from tfdist.launch.supervisor import decide
 from tfdist.workers import main
 
@@ -264,202 +271,182 @@ def test_a_finished_operation_resets_the_count_of_broken_connections():
     assert steps == [Fence(1, reason)]
 
 
-def test_a_joining_task_knocks_again_if_the_source_of_its_state_is_lost():
-    membership = Membership(expected=3)
-    for member in range(3):
-        membership.ready(member)
-    for member in range(3):
-        membership.acked(member, 1, 0)
-    membership.ready(3)
-    membership.knocked(3)
-    membership.admitted(3, 1)
-    for member in (1, 2, 3):
-        membership.acked(member, 2, 6 if member < 3 else -1)
-    (go,) = membership.acked(0, 2, 6, has_state=True)
-    assert (go.source, go.joining) == (0, (3,))
-    membership.lost(0)  # before it has sent the state
-    for member in (1, 2):
-        membership.acked(member, 3, 6)
-    assert membership.acked(3, 3, -1) == [View(4, (1, 2))]
-    membership.acked(1, 4, 6)
-    _, knock = membership.acked(2, 4, 6)
-    assert knock == Knock(3, 1)
-    assert membership.admitted(3, 4) == [View(5, (1, 2, 3))]
+OF_JOBS = """
+# a lost worker
+3 min_workers=2: w1 ends KILL
+> view 2 of w0 w2, kill w1; without w1: killed by SIGKILL, not by the launcher
+# too few workers are left
+3 min_workers=3 max_restarts=2: w1 ends KILL
+> view 2 of w0 w2, signal w0, signal w2; ending after killed by SIGKILL, not by the launcher, then
+> again
+# a worker whose connections always break
+3 max_restarts=1: w2 breaks x 11; w2 ends KILL
+> go 11 from w0, kill w2; view 12 of w0 w1, kill w2, start w2; w2: 11 broken connections since the
+> last operation
+# a worker that cannot join
+3 max_restarts=1: w1 ends KILL; w1 ready; w1 ends 2
+> view 2 of w0 w2, kill w1, start w1; w0 teaches w1; kill w1; without w1: exit code 2
+# an early loss of the chief
+3: w0 ends KILL
+> signal w1, signal w2; ending after killed by SIGKILL, not by the launcher
+# a usage error
+3: w1 ends 2
+> view 2 of w0 w2, signal w0, signal w2; ending after exit code 2
+# a chief is replaced only while it is replaceable
+3 max_restarts=1: all replaceable; w0 ends KILL; w1 step 7; w1,w2 acks 1; w1 irreplaceable; w1 ends
+KILL
+> -; view 2 of w1 w2, kill w0, start w0; -; go 2 from w1 at step 7; -; signal w0, signal w2; ending
+> after killed by SIGKILL, not by the launcher
+# a task that joins is the last in line
+2 max_restarts=1: all replaceable; w0 ends KILL; w0 ready; w1 acks 5; w0 knocks; w1 admits w0
+> -; view 2 of w1, kill w0, start w0; w1 teaches w0; go 2 from w1; w0 knocks at w1; view 3 of w1 w0
+# a joining member gets another source
+3 max_restarts=2: all replaceable; w2 ends KILL; w2 ready; w0 ends KILL
+> -; view 2 of w0 w1, kill w2, start w2; w0 teaches w2; view 3 of w1, w1 teaches w2, kill w0, start
+> w0
+# a joining task knocks again if the source of its state is lost
+3 max_restarts=2: all replaceable; all acks 0; w2 ends KILL; w2 ready; w0,w1 acks 3; w2 knocks; w0
+admits w2; w1 acks 6; w2 acks -1; w0 acks 6 state; w0 ends KILL; w1 acks 6; w2 acks -1; w1 acks 6;
+w1 admits w2
+> -; go 1 from w0; view 2 of w0 w1, kill w2, start w2; w0 teaches w2; go 2 from w0; w2 knocks at w0;
+> view 3 of w0 w1 w2; -; -; go 3 from w0 joining w2; view 4 of w1 w2, kill w0, start w0; -; view 5
+> of w1; go 5 from w1, w2 knocks at w1; view 6 of w1 w2
+# the last member with state
+2 max_restarts=2: all replaceable; w1 ends KILL; w1 ready; w1 knocks; w0 admits w1; w0 ends KILL; w1
+acks -1
+> -; view 2 of w0, kill w1, start w1; w0 teaches w1; w1 knocks at w0; view 3 of w0 w1; view 4 of w1,
+> kill w0, start w0; signal w0, signal w1; ending after no worker has the state of the job
+# a smaller job ends its last workers
+3 max_restarts=1: resize 2; resize 4; w2 ends 0
+> leave w2, view 2 of w0 w1; -; start w2, start w3
+# a leaving worker that does not exit
+3: resize 2; resize 3; wait 15; w2 ends KILL
+> leave w2, view 2 of w0 w1; -; 9 s: kill w2; start w2
+# stragglers after the chief that finished
+3: w0 ends 0; w2 ends 0; wait 90
+> view 2 of w1 w2; view 3 of w1; 89 s: askforstacks w1, 89.5 s: signal w1; ending after still
+> running 90 s after w0 exited: w1
+# the chief stays in a job of one worker
+3 max_restarts=2: all replaceable; w0 ends KILL; w1 ends KILL; resize 1
+> -; view 2 of w1 w2, kill w0, start w0; view 3 of w2, kill w1, start w1; kill w1, kill w0
+"""
 
 
-WORKERS = [Task("worker", index) for index in range(3)]
-
-
-def elastic_job(max_restarts=0):
+def elastic_job(job="3", *, max_restarts=0, min_workers=None):
     """Return the state of a job in which all workers have connected."""
+    workers = tasks(JOBS[job])
     watchdog = Watchdog(
         hang_timeout_s=300,
         startup_timeout_s=60,
         has_servers=False,
-        chief=WORKERS[0],
+        chief=workers[0],
         state_of=lambda task: "R",
         is_held_up=lambda: False,
     )
-    state = JobState(
-        job_tasks=WORKERS,
-        logs=Path(),
-        has_servers=False,
-        grace_s=10,
-        membership=Membership(expected=3),
+    state = job_state(
+        workers,
+        min_workers=min_workers,
+        membership=Membership(expected=len(workers)),
         policy=RestartPolicy(max_restarts=max_restarts, window_s=3600),
         watchdog=watchdog,
-        now_s=0.0,
     )
-    happen(state, *(Begin(task=task) for task in WORKERS))
-    happen(state, *(said(task, ready=True) for task in WORKERS))
+    happen(state, *(Begin(task=task) for task in workers))
+    happen(state, *(MemberSaid(task=task, message={"ready": True}) for task in workers))
     return state
 
 
-def happen(state, *events):
-    return decide(state, Awakening(at_s=state.now_s + 1, events=events))
+def happen(state, *events, after_s=1.0):
+    return decide(state, Awakening(at_s=state.now_s + after_s, events=events))
 
 
-def said(task, **message):
-    return MemberSaid(task=task, message=message)
+def happening(state, text):
+    """Yield what a part of a history says that happens."""
+    names, what, *more = text.split(" ")
+    if names == "resize":
+        yield Resize(workers=int(what))
+        return
+    epoch = state.membership.epoch
+    for task in state.running if names == "all" else tasks(names):
+        match what:
+            case "ends":
+                status = -signal.Signals[f"SIG{more[0]}"] if more[0].isalpha() else int(more[0])
+                yield Ended(task=task, status=status, at_s=0.0)
+                continue
+            case "step":
+                beat = {"phase": "step", "step": int(more[0]), "since_s": 0.0, "first_step_s": None}
+                yield Beat(task=task, **beat, at_s=0.0)
+                continue
+            case "breaks":
+                yield from happening(state, "all acks 7")
+                said = {"broken": epoch}
+            case "acks":
+                said = {"ack": epoch, "done": int(more[0]), "has_state": more[1:] == ["state"]}
+            case "admits":
+                said = {"admit": tasks(more[0])[0].index, "epoch": epoch}
+            case "replaceable" | "irreplaceable":
+                said = {"is_replaceable": what == "replaceable"}
+            case "ready" | "knocks":
+                said = {what.removesuffix("s"): True}
+        yield MemberSaid(task=task, message=said)
 
 
-def ended(index, status):
-    return Ended(task=WORKERS[index], status=status, at_s=0.0)
+def written(state, actions):
+    """Return the text of actions, without those that only say something."""
+    return ", ".join(filter(None, (text_of(action, state.step) for action in actions)))
 
 
-def test_losing_a_worker_shows_a_view_of_the_others():
-    state = elastic_job()
-    actions = happen(state, ended(1, -9))
-    assert View(2, (0, 2)) in actions
-    assert not state.is_ending
+def text_of(action, step):
+    match action:
+        case View(epoch=epoch, members=members):
+            return f"view {epoch} of {' '.join(f'w{member}' for member in members)}"
+        case Go(epoch=epoch, source=source, joining=joining):
+            ends = [f" at step {step}" * bool(step), *(f" joining w{member}" for member in joining)]
+            return f"go {epoch} from w{source}" + "".join(ends)
+        case Welcome(joining=joining, teacher=teacher):
+            return f"w{teacher} teaches w{joining}"
+        case Knock(joining=joining, first=first):
+            return f"w{joining} knocks at w{first}"
+        case KillOne(task=task):
+            return short(f"kill {task}")
+        case Start(task=task) | Leave(task=task) | Signal(task=task) | AskForStacks(task=task):
+            return short(f"{type(action).__name__.lower()} {task}")
+    return ""
 
 
-def test_a_worker_whose_connections_always_break_is_killed_and_restarted_alone():
-    state = elastic_job(max_restarts=1)
-    actions = []
-    for epoch in range(1, MOST_BREAKS + 2):
-        acks = [said(w, ack=epoch, done=7, has_state=False) for w in WORKERS]
-        actions = happen(state, *acks, said(WORKERS[2], broken=epoch))
-    assert [a.task for a in actions if isinstance(a, KillOne)] == [WORKERS[2]]
-    happen(state, ended(2, -9))
-    assert [failure.cause for failure in state.restarts] == [
-        f"{MOST_BREAKS + 1} broken connections since the last operation"
-    ]
-    assert not state.is_ending
+def play(history):
+    """Return what is done about each part of a history, and what has become of the job."""
+    job, options, parts = parsed(history)
+    state = elastic_job(job, **{name: int(value) for name, value in options.items()})
+    done = []
+    for part in parts:
+        if part.startswith("wait"):
+            done.append(wait(state, float(part.split(" ")[1])))
+        else:
+            what, _, times = part.partition(" x ")  # the last time counts
+            for _ in range(int(times or 1)):
+                actions = happen(state, *happening(state, what)) + happen(state, after_s=0.0)
+            done.append(written(state, actions) or "-")
+    done += [f"{short(f.task)}: {f.cause}" for f in state.restarts if "SIGKILL" not in f.cause]
+    done += [f"without {short(lost.task)}: {lost.cause}" for lost in state.lost]
+    if state.is_ending:
+        again = ", then again" * state.verdict.restart
+        done.append(short(f"ending after {state.failure.cause}{again}"))
+    return "; ".join(done)
 
 
-def test_a_worker_that_cannot_join_leaves_the_job_running():
-    state = elastic_job(max_restarts=1)
-    happen(state, ended(1, -9))
-    happen(state, said(WORKERS[1], ready=True))
-    happen(state, ended(1, 2))
-    happen(state)
-    assert [lost.exit_code for lost in state.lost] == [2]
-    assert not state.is_ending
+def wait(state, seconds):
+    """Let the supervisor awake when it wants to; return what it does, and after how long."""
+    began_s, texts = state.now_s, []
+    while (at_s := state.next_s) <= began_s + seconds:
+        assert at_s > state.now_s, "it does not sleep"
+        if text := written(state, happen(state, after_s=at_s - state.now_s)):
+            texts.append(f"{at_s - began_s:g} s: {text}")
+    return ", ".join(texts)
 
 
-@pytest.mark.parametrize(("index", "status"), [(0, -9), (1, 2)])
-def test_early_chief_losses_and_usage_errors_end_the_attempt(index, status):
-    state = elastic_job()
-    happen(state, ended(index, status))
-    happen(state)
-    assert state.is_ending
-
-
-def test_the_chief_is_replaced_only_while_marked_replaceable():
-    state = elastic_job(max_restarts=1)
-    for worker in WORKERS:
-        happen(state, said(worker, is_replaceable=True))
-    actions = happen(state, ended(0, -9))
-    assert View(2, (1, 2)) in actions
-    assert state.chief == WORKERS[1]
-    happen(state)
-    assert not state.is_ending
-    state.step = 7
-    happen(state, *(said(WORKERS[i], ack=2, done=1, has_state=False) for i in (1, 2)))
-    assert [(v.members, v.step) for v in state.views] == [((WORKERS[1], WORKERS[2]), 7)]
-    happen(state, said(WORKERS[1], is_replaceable=False))
-    happen(state, ended(1, -9))
-    happen(state)
-    assert state.is_ending
-
-
-def test_a_task_that_joins_is_the_last_in_line():
-    members = Membership(expected=2)
-    for number in (0, 1):
-        members.ready(number)
-    members.lost(0)
-    assert members.ready(0) == [Welcome(0, 1)]
-    members.acked(1, 2, 5)
-    members.knocked(0)
-    assert members.admitted(0, 2) == [View(3, (1, 0))]
-
-
-def test_losing_the_last_member_with_state_ends_the_job():
-    members = Membership(expected=2)
-    for number in (0, 1):
-        members.ready(number)
-    members.lost(1)
-    members.ready(1)
-    members.knocked(1)
-    members.admitted(1, 2)
-    members.lost(0)
-    (fence,) = members.acked(1, 4, -1)
-    assert isinstance(fence, Fence)
-
-
-def test_a_joining_member_gets_another_source():
-    members = Membership(expected=3)
-    for number in (0, 1, 2):
-        members.ready(number)
-    members.lost(2)
-    assert members.ready(2) == [Welcome(2, 0)]
-    assert members.lost(0) == [View(3, (1,)), Welcome(2, 1)]
-
-
-def test_shrinking_a_job_ends_its_last_workers():
-    state = elastic_job(max_restarts=1)
-    actions = happen(state, Resize(workers=2))
-    assert Leave(WORKERS[2]) in actions
-    assert View(2, (0, 1)) in actions
-    happen(state, Resize(workers=4))  # worker-2 gets its number again after its exit
-    actions = happen(state, ended(2, 0))
-    assert [a.task for a in actions if isinstance(a, Start)] == [WORKERS[2], Task("worker", 3)]
-    assert (state.restarts, state.lost, state.is_ending) == ([], [], False)
-
-
-def test_a_leaving_worker_is_killed_after_the_grace_period():
-    state = elastic_job()
-    happen(state, Resize(workers=2))
-    happen(state, Resize(workers=3))
-    due_s = state.now_s - 1 + state.grace_s
-    state.watchdog.next_check_s = lambda: math.inf
-    assert state.next_s == due_s
-    assert KillOne(WORKERS[2]) not in decide(state, Awakening(at_s=due_s - 0.1))
-    assert KillOne(WORKERS[2]) in decide(state, Awakening(at_s=due_s))
-    assert state.next_s > due_s
-    actions = happen(state, ended(2, -9))
-    assert [a.task for a in actions if isinstance(a, Start)] == [WORKERS[2]]
-    assert (state.restarts, state.lost, state.is_ending) == ([], [], False)
-
-
-def test_stragglers_are_late_after_the_chief_that_finished():
-    state = elastic_job()
-    happen(state, ended(0, 0))
-    happen(state, ended(2, 0))
-    decide(state, Awakening(at_s=state.straggler_deadline_s))
-    assert state.hang.failure.cause == "still running 90 s after worker-0 exited: worker-1"
-
-
-def test_the_chief_stays_in_a_job_of_one_worker():
-    state = elastic_job(max_restarts=2)
-    for worker in WORKERS:
-        happen(state, said(worker, is_replaceable=True))
-    for index in (0, 1):
-        happen(state, ended(index, -9))
-        happen(state)
-    happen(state, Resize(workers=1))
-    assert [t for t in WORKERS if state.tasks[t].is_leaving] == WORKERS[:2]
+@recorded(OF_JOBS)
+def test_history(history, outcome):
+    assert play(history) == outcome
 
 
 def links_that(watch, unwatch, tell=None, most=4):
@@ -488,7 +475,7 @@ def test_a_request_for_workers_prints_the_launchers_decision(
     workers, code, says, monkeypatch, tmp_path, capsys
 ):
     state = elastic_job(max_restarts=1)
-    state.min_workers, state.done = 2, WORKERS[0] if workers == 3 else None
+    state.min_workers, state.done = 2, Task("worker", 0) if workers == 3 else None
     selector, told = selectors.DefaultSelector(), []
     read = selectors.EVENT_READ
     watch = lambda fd, handler, *args: selector.register(fd, read, (handler, args))  # noqa: E731
@@ -576,13 +563,3 @@ def test_another_user_gets_no_answer(monkeypatch):
         handler(*args)
         assert end.recv(1000) == b""
     links.close()
-
-
-@pytest.mark.parametrize(("min_workers", "ends"), [(2, False), (3, True)])
-def test_a_job_restarts_if_too_few_workers_are_left(min_workers, ends):
-    state = elastic_job(max_restarts=2)
-    state.min_workers = min_workers
-    happen(state, ended(1, -9))
-    happen(state)
-    assert state.is_ending == ends
-    assert state.verdict.restart == ends

@@ -14,14 +14,12 @@ import tfdist
 from tests.refusals import refusal
 from tfdist.launch.options import split
 from tfdist.options import (
-    JobOptions,
     JobSettings,
     LaunchFlags,
     TrainFlags,
     flags_of,
     names_of,
     option,
-    part,
     read,
     table,
     underscored,
@@ -148,13 +146,6 @@ def test_values_from_python_use_the_same_table(name, value, says):
     fault = table(Flags)[name].fault(value)
     assert says in fault
     assert bool(fault) == bool(says)
-
-
-def test_a_part_of_the_options_has_their_values():
-    settings = JobSettings(strategy="ps", ps=2, split_bytes=7)
-    assert part(JobOptions, settings, attempt=3) == JobOptions(
-        strategy="ps", split_bytes=7, attempt=3
-    )
 
 
 def test_only_the_name_of_a_flag_is_translated():

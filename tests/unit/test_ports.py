@@ -69,9 +69,6 @@ def test_the_address_has_the_host_that_peers_use():
 def test_a_range_has_both_its_ends():
     assert parse_ports(" 20000-20001 ", where="--ports") == range(20_000, 20_002)
     assert as_text(parse_ports("7-7", where="--ports")) == "7-7"
-    for text in ("", "20000", "20000-", "20-10", "0-9", "1-65536", "a-b", "-1-2"):
-        refusal = refused(lambda text=text: parse_ports(text, where="--ports"))
-        assert refusal == ("--ports", "bad-value")
 
 
 def test_ports_of_a_range_are_used_in_order():

@@ -127,12 +127,6 @@ def test_a_signal_ends_the_probe(jobs):
     assert ended.value.code == 130
 
 
-@pytest.mark.parametrize("flag", ["strategy=ps", "stages=2", "elastic", "hosts=a,b", "run_dir=x"])
-def test_a_flag_that_a_probe_sets_is_refused(flag):
-    name = flag.partition("=")[0]
-    assert refused(lambda: parse(["--probe", f"--{flag}", "x.py"])) == (f"--{name}", "exclusive")
-
-
 def test_a_program_that_does_not_exist_starts_no_job(jobs):
     options = parse(["--probe", "no.py"])
     assert refused(lambda: probe.run_probe(options, environ={})) == ("program", "no-file")

@@ -16,11 +16,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tfdist
 from tests.refusals import refusal
 from tests.unit.submit import PODS, SLURM
+from tests.unit.test_cluster_environment import recorded
+from tests.unit.test_cluster_environment import tf_config as tf_config_of
+from tests.unit.test_launch_plan import planned
 from tfdist import check, errors, serve
 from tfdist.checkpoint.backup import Best
-from tfdist.cluster.address import parse_hosts
+from tfdist.cluster import decode, read_environment
+from tfdist.cluster.address import expand_counts, expand_hosts, parse_hosts
+from tfdist.cluster.ports import parse_ports
 from tfdist.configs import FIELDS
 from tfdist.configs import command_line as train
 from tfdist.errors import UsageError
@@ -40,6 +46,20 @@ def launched(words):
     decided_group(launch.parse(words), {})
 
 
+def planned_with_2_gpus(words):
+    planned(shlex.join(words), gpus="01")
+
+
+def tf_config(words):
+    decode(*words)
+
+
+def environment(words):
+    """Read the variables of the first task of a recorded job, with some changes."""
+    name, *changes = words
+    read_environment(recorded(name, **dict(one.split("=", 1) for one in changes))[0])
+
+
 def tuned(words):
     runner_of(tune.parse(["--config", "c.py", *words]), TrialProgram(command=()), {})
 
@@ -50,8 +70,17 @@ PROGRAMS = {
     "tune": tuned,
     "serve": serve._serve,
     "submit": submit._run,
+    "plan": planned_with_2_gpus,
+    "environment": environment,
+    "tf_config": tf_config,
 }
-REPLACED = {"{slurm}": SLURM, "{pods}": PODS, "{long}": "x" * 300, "{file}": shlex.quote(__file__)}
+TWO_WORKERS = tf_config_of(["a:1", "b:1"])["TF_CONFIG"]
+REPLACED = {
+    **{"{slurm}": SLURM, "{pods}": PODS, "{long}": "x" * 300, "{file}": shlex.quote(__file__)},
+    "{w0}": '"task": {"type": "worker", "index": 0}',
+    "{two_workers}": shlex.quote(TWO_WORKERS),
+    "{multiworker}": shlex.quote(f'{TWO_WORKERS[:-1]}, "tfdist": {{"strategy": "multiworker"}}}}'),
+}
 TABLE = Path(__file__).parent / "data" / "refusals.txt"
 
 
@@ -87,7 +116,47 @@ def three_stages(trainable):
     balanced([1.0] * len(trainable), [1, 1], stages=3, trainable=trainable)
 
 
+def in_slurm(text):
+    expand_hosts(text, where="SLURM_STEP_NODELIST")
+
+
+def counts(text):
+    expand_counts(text, where="X")
+
+
+def range_of_ports(text):
+    parse_ports(text, where="--ports")
+
+
+def script(path):
+    launch.check_program(launch.Program(target=path, is_module=False))
+
+
+def spawned(options):
+    tfdist.spawn(len, "abc", **options)
+
+
 CALLS = {
+    (in_slurm, "SLURM_STEP_NODELIST", "bad-value"): [
+        *("", ",", "n1,", ",n1", "n1,,n2", "n[1-3", "n1-3]", "n[]", "n[7]]", "n[7],,m[8]"),
+        *("n[1,,2]", "n[1-]", "n[-1]", "n[3-1]", "n[a-b]", "n[1-2-3]", "n[1-2]]", "n[[1-2]]"),
+        *("n[1[2][3]],m[4-5]", "n[[1][2]],m[4],m[5]", "n[1 -2]", "n1 n2", "(n1,n2)", "n1\nn2"),
+        *("n[1-2],,n3", "n[1-2]n3]", "n[1-2],m],o[3]", "m,n[1-2],,o[3]", "m[1-2],n[1,3-2]"),
+        *("n[٣]", f"n[{'7' * 19}]", f"n[1-{10**17}]", f"n[1-{10**30}]"),
+    ],
+    (counts, "X", "bad-value"): ["", "2(3)", "2(x0)", "x", "-1", "2,,1", "2(x99999999)"],
+    (range_of_ports, "--ports", "bad-value"): [
+        *("", "20000", "20000-", "20-10", "0-9", "1-65536", "a-b", "-1-2"),
+    ],
+    (decode, "TF_CONFIG", "bad-tf-config"): [
+        *(b"\xff\xfe", '{"a": ' + "9" * 5000 + "}", '{"a":' * 100_000),
+    ],
+    (decode, "TF_CONFIG task", "bad-tf-config"): [
+        '{"cluster": {}, "task": {"type": "worker", "index": 1' + "0" * 300 + "}}",
+    ],
+    (script, "program", "no-file"): ["trian.py", ".", "/dev/stdin", "x" * 300, "", " "],
+    (spawned, "--workers", "bad-value"): [{"workers": 0}, {"workers": "two"}],
+    (spawned, "--ps", "exclusive"): [{"ps": 1}],
     (whole, "epochs", "not-an-int"): [0, 1.0, "3", None, True, np.float32(2)],
     (above_0, "--grace_s", "not-a-number"): [
         *(0, -1.0, "3", None, True, float("nan"), float("inf"), 10**400),
@@ -137,6 +206,7 @@ def test_it_is_refused(row):
     assert all(text in str(error) for text in says)
     assert "hunter2" not in str(error)
     assert str(error).isprintable()
+    assert len(str(error)) < 900
 
 
 def names_in(parser):

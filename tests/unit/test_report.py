@@ -82,6 +82,13 @@ def change(file, **changes):
     return content
 
 
+def change_attempt(run_dir, **changes):
+    """Change fields of the first attempt in a report."""
+    attempts = json.loads((run_dir / "report.json").read_text())["attempts"]
+    attempts[0] |= changes
+    change(run_dir / "report.json", attempts=attempts)
+
+
 def write_lines(file, lines):
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -100,12 +107,9 @@ def test_a_restarted_run_shows_its_failure_attempts_and_curves():
 
 
 def test_an_elastic_run_shows_its_members_from_each_step(run_dir):
-    attempts = json.loads((run_dir / "report.json").read_text())["attempts"]
-    attempts[0]["views"] = [
-        {"members": ["worker-0", "worker-1"], "step": None, "at": None},
-        {"members": ["worker-1"], "step": 1225, "at": None},
-    ]
-    change(run_dir / "report.json", attempts=attempts)
+    views = [(["worker-0", "worker-1"], None), (["worker-1"], 1225)]
+    views = [{"members": members, "step": step, "at": None} for members, step in views]
+    change_attempt(run_dir, views=views)
     text = page_of(run_dir).text
     assert "from step 0worker-0, worker-1from step 1,225worker-1" in text
 
@@ -190,19 +194,16 @@ def test_the_page_loads_no_other_files():
 
 
 def test_output_of_a_task_stays_plain_text(run_dir):
-    report = json.loads((run_dir / "report.json").read_text())
-    report["attempts"][0]["first_failure"]["cause"] = "<script>alert(1)</script>"
-    report["job"]["command"] = '"><img src=x>'
-    (run_dir / "report.json").write_text(json.dumps(report))
+    failure = {"task": "worker-1", "cause": "<script>alert(1)</script>", "last_lines": []}
+    change_attempt(run_dir, first_failure=failure)
+    change(run_dir / "report.json", job={"command": '"><img src=x>'})
     page = page_of(run_dir)
     assert (page.tags.count("script"), page.tags.count("img")) == (1, 0)  # its own script
     assert "<script>alert(1)</script>" in page.text
 
 
 def test_markup_in_place_of_a_number_is_refused(run_dir):
-    report = json.loads((run_dir / "report.json").read_text())
-    report["attempts"][0]["exit_code"] = "<img src=x>"
-    (run_dir / "report.json").write_text(json.dumps(report))
+    change_attempt(run_dir, exit_code="<img src=x>")
     assert program.main([str(run_dir)]) == 2
 
 
@@ -390,8 +391,8 @@ def test_the_served_page_is_fresh_and_local():
         foreign = urllib.request.Request(url, headers={"Host": "example.org"})
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(foreign, timeout=10)
-        where, _ = refused(lambda: listen(server.server_address[1], flag="--port"))
-        assert where == "--port"
+        taken = refused(lambda: listen(server.server_address[1], flag="--port"))
+        assert taken == ("--port", "port-taken")
         server.shutdown()
         thread.join()
 

@@ -39,6 +39,14 @@ def _nothing_is_started(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def folder(tmp_path_factory):
+    """Return the directory of a job's answers."""
+    folder = tmp_path_factory.mktemp("spawned")
+    (folder / "answers").mkdir()
+    return folder
+
+
 def refusal(fn, *args, **options):
     return refusals.refusal(lambda: tfdist.spawn(fn, *args, **options))
 
@@ -54,20 +62,6 @@ def test_no_job_starts_if_the_function_cannot_be_pickled(source, args):
 def test_a_spawn_within_a_task_is_refused(monkeypatch):
     monkeypatch.setenv(MARK, "0123")
     assert refusal(len).code == "nested-launcher"
-
-
-@pytest.mark.parametrize(
-    ("options", "where", "code"),
-    [
-        ({"workers": 0}, "--workers", "bad-value"),
-        ({"workers": "two"}, "--workers", None),
-        ({"ps": 1}, "--ps", "exclusive"),
-    ],
-)
-def test_options_are_the_launchers_and_refused_as_there(options, where, code):
-    error = refusal(len, "abc", **options)
-    assert error.where == where
-    assert code in (None, error.code)
 
 
 def test_other_keywords_are_arguments_of_the_function():
@@ -95,10 +89,7 @@ def test_keywords_become_flags():
     ]  # fmt: skip
 
 
-def test_the_last_whole_answer_of_each_task_is_read(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("spawned")
-    (folder / "answers").mkdir()
-
+def test_the_last_whole_answer_of_each_task_is_read(folder):
     def answer(task, attempt, size):
         spawning._answer(folder, record := {"task": task, "attempt": attempt, "value": bytes(size)})
         return record
@@ -109,9 +100,7 @@ def test_the_last_whole_answer_of_each_task_is_read(tmp_path_factory):
     assert spawning._answers(folder) == records
 
 
-def test_the_result_is_of_the_chief_that_an_elastic_job_has_then(tmp_path_factory, monkeypatch):
-    folder = tmp_path_factory.mktemp("spawned")
-    (folder / "answers").mkdir()
+def test_the_result_is_of_the_chief_that_an_elastic_job_has_then(folder, monkeypatch):
     (folder / "function").write_bytes(spawning._pickled(len, ["ab"], {}))
     for name in ("path", "argv"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))

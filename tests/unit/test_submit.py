@@ -1,6 +1,5 @@
 """What tfdist.submit renders of a command line, what it refuses, and what it asks schedulers."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -14,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.submit import PODS, SLURM, manifest, printed, refused, run
+from tests.unit.submit import PODS, SLURM, fakes, manifest, printed, refused, run, run_batch
 from tfdist.options import LaunchFlags, names_of, table
 from tfdist.submit import schedulers
 from tfdist.submit.command_line import parse
@@ -83,12 +82,6 @@ def test_a_launcher_flag_reaches_the_job_or_is_refused(flag, to):
         assert f"leave --{flag} out" in refused(line)
     else:
         assert printed(line) != printed(f"{to} {others} train.py")
-
-
-@pytest.mark.parametrize("to", [SLURM, PODS], ids=["slurm", "kubernetes"])
-@pytest.mark.parametrize("flag", ["--strategy elastic", "--elastic"])
-def test_an_elastic_job_is_refused(flag, to):
-    assert "elastic" in refused(f"{to} {flag} --workers 2 train.py")
 
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
@@ -187,23 +180,11 @@ def test_words_of_the_user_reach_a_pod_unchanged(kind, words):
 
 
 def test_arguments_and_variables_reach_the_tasks_of_slurm(tmp_path):
-    for name, body in {
-        "python": "exit 0",
-        "srun": r'printf "%s\0" "$NOTE" "$TFDIST_RUN_DIR" "$@"',
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+    srun = r'printf "%s\0" "$NOTE" "$TFDIST_RUN_DIR" "$@"'
     note = "".join(NASTY).replace("\n", "")
-    script = printed(SLURM + shlex.join([f"--env=NOTE={note}", "train.py", *NASTY]))
-    done = subprocess.run(
-        ["bash"],
-        input=script.encode(),
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=120,
-    )
-    words = done.stdout.decode().split("\0")[:-1]
+    text = printed(SLURM + shlex.join([f"--env=NOTE={note}", "train.py", *NASTY]))
+    done = run_batch(tmp_path, text, fakes(tmp_path, python="exit 0", srun=srun))
+    words = done.stdout.split("\0")[:-1]
     assert words[:2] == [note, "runs/train-7"]  # the same directory after a requeue
     assert words[-len(NASTY) - 2 :] == ["python", "train.py", *NASTY]
 
@@ -298,10 +279,7 @@ def test_missing_scheduler_commands_are_a_one_line_error(arguments, command, tmp
 
 
 def test_a_scheduler_command_without_an_answer_times_out(tmp_path, monkeypatch):
-    command = tmp_path / "sbatch"
-    command.write_text("#!/bin/sh\nexec sleep 600\n")
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", fakes(tmp_path, sbatch="exec sleep 600")["PATH"])
     monkeypatch.setattr(schedulers, "_DEADLINE_S", 0.2)
     code, _, err = run("--to slurm train.py")
     assert (code, err) == (1, "tfdist.submit: sbatch: no answer within 0 s\n")

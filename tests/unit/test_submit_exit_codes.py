@@ -3,7 +3,6 @@
 The Slurm script and the pods' script are run for real, by the shells that will run them.
 """
 
-import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.submit import PS, SLURM, manifest, printed
+from tests.unit.submit import PS, SLURM, Done, fakes, manifest, printed, run_batch
 from tfdist.cluster import JobOptions, read_environment
 
 DOCS = Path(__file__).parents[2] / "docs" / "submit.md"
@@ -32,7 +31,6 @@ OUTCOMES = {
 # The rules, as published. A TrainJob's runtime is a JobSet.
 
 
-Done = subprocess.CompletedProcess[str]
 Failure = tuple[str, str]
 """Reason and message of a Job that has failed."""
 
@@ -117,23 +115,6 @@ def of_failed_jobs(policy: Mapping[str, Any], failures: Sequence[Failure]) -> st
 
 
 # The scripts, run
-
-
-def fakes(folder: Path, **scripts: str) -> dict[str, str]:
-    """An environment in which the commands are these scripts."""
-    for name, text in scripts.items():
-        path = folder / name
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-
-
-def run_batch(folder: Path, script: str, environ: Mapping[str, str]) -> Done:
-    path = folder / "job.sbatch"
-    path.write_text(script)
-    return subprocess.run(
-        ["bash", path], env=environ, cwd=folder, capture_output=True, text=True, timeout=120
-    )
 
 
 def of_slurm(folder: Path, script: str, *, code: int) -> str:

@@ -11,13 +11,12 @@ import itertools
 import math
 import signal
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.histories import JOBS, parsed, recorded, short, tasks
+from tests.unit.histories import JOBS, job_state, parsed, recorded, short, tasks
 from tfdist.launch.diagnosis import Failure
 from tfdist.launch.events import (
     AskForStacks,
@@ -30,7 +29,7 @@ from tfdist.launch.events import (
     Started,
     StopRequest,
 )
-from tfdist.launch.state import JobState, RestartPolicy
+from tfdist.launch.state import RestartPolicy
 from tfdist.launch.supervisor import Supervisor
 
 HISTORIES = """
@@ -425,15 +424,13 @@ def play(history):
     rules = {n: int(given.pop(n, 0)) or None for n in ("max_restarts", "min_workers")}
     grace_s, kill_s = float(given.pop("grace_s", 10)), float(given.pop("kill_s", 0))
     world = World(itertools.chain(*map(happening, parts)), kill_s=kill_s, **given)
-    state = JobState(
-        job_tasks=tasks(JOBS[job]),
-        logs=Path(),
+    state = job_state(
+        tasks(JOBS[job]),
         has_servers=job.startswith("ps"),
         grace_s=grace_s,
         min_workers=rules["min_workers"],
         policy=RestartPolicy(max_restarts=rules["max_restarts"] or 0, window_s=3600),
         watchdog=world,
-        now_s=0.0,
     )
     supervisor = Supervisor(state, processes=world, screen=world, clock=lambda: world.now_s)
     supervisor.run()

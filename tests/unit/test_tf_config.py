@@ -190,65 +190,6 @@ def test_auto_is_resolved_by_the_cluster(cluster, asked, resolved):
 # Mistakes
 
 
-UNFIT = (({}, "ps"), ({}, "multiworker"), (WORKERS, "single"), (PS, "mirrored"))
-OF_INDEX = '{"cluster": {}, "task": {"type": "worker", "index": %s}}'
-OF_CLUSTER = '{"cluster": %s, "task": {"type": "worker", "index": 0}}'
-MISTAKES: dict[str, tuple[str | bytes, ...]] = {
-    "is not valid JSON": (
-        *("nonsense", b"\xff\xfe", '{"a": ' + "9" * 5000 + "}", '{"a":' * 100_000),
-        GOOD.replace('"', "'"),
-    ),
-    "lacks some of the keys": (
-        *("{}", '{"clusters": {}, "task": {"type": "worker", "index": 0}}'),
-        *("3", "null", "[null, true, NaN, 0.5]", '{"cluster": {}, "task": []}'),
-        '{"cluster": {}, "task": {"typ": "ps", "index": 0}}',
-        OF_INDEX.replace("{}", "null") % "0",
-    ),
-    "cluster: 'wroker' is unknown": (OF_CLUSTER % '{"wroker": ["a.example:2222"]}',),
-    "with a port from 1 to 65535": (OF_CLUSTER % '{"worker": ["a.example:0"]}',),
-    "have the same address": (OF_CLUSTER % '{"worker": ["a.example:2222", "a.example:2222"]}',),
-    "needs a chief": (OF_CLUSTER % '{"worker": ["a:1"], "ps": ["p:1"]}',),
-    "task type: 'wroker' is unknown": (
-        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "wroker", "index": 0}}',
-    ),
-    "tfdist: 'startup_timeout' is unknown": (
-        f'{GOOD[:-1]}, "tfdist": {{"startup_timeout": 60}}}}',
-    ),
-    "'60' is not a number": (f'{GOOD[:-1]}, "tfdist": {{"startup_timeout_s": "60"}}}}',),
-    "is not a JSON object": (f'{GOOD[:-1]}, "tfdist": []}}',),
-    "is not a list of addresses": (
-        OF_CLUSTER % '{"worker": null}',
-        OF_CLUSTER % '{"worker": {"0": "a:1"}}',
-    ),
-    "no training task": (
-        OF_CLUSTER % '{"ps": [], "chief": []}',
-        OF_CLUSTER % '{"worker": [], "evaluator": ["e:1"]}',
-    ),
-    "with a valid host name": (OF_CLUSTER % '{"worker": [null]}',),
-    "2 addresses of type evaluator": (OF_CLUSTER % '{"evaluator": ["a:1", "b:1"]}',),
-    "is not a whole number": (OF_INDEX % "true", OF_INDEX % "1.0"),
-    "the cluster has no": (
-        *(OF_INDEX % "1", OF_INDEX % ("1" + "0" * 300)),
-        '{"cluster": {}, "task": {"type": "evaluator", "index": 1}}',
-    ),
-    "is impossible": tuple(
-        json.dumps({"cluster": cluster, "task": WORKER_0, "tfdist": {"strategy": strategy}})
-        for cluster, strategy in UNFIT
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"), [(text, said) for said, texts in MISTAKES.items() for text in texts]
-)
-def test_invalid_task_configs_are_refused(text, problem):
-    error = refusal(lambda: decode(text))
-    assert error.code in ("bad-tf-config", "bad-value")
-    assert error.where.startswith("TF_CONFIG")
-    assert problem in str(error)
-    assert str(error).isprintable()
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
