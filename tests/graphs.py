@@ -1,4 +1,4 @@
-"""Functional graphs of every shape that a pipeline cuts, and where to cut each of them."""
+"""Functional graphs of every shape that a pipeline cuts."""
 
 import keras
 import numpy as np
@@ -65,15 +65,6 @@ def forked():
     return keras.Model(x, {"label": L.Dense(3, name="label")(y)}, name="forked")
 
 
-MODELS = {
-    "forked": (forked, ["sum"], ["sum", "join"]),
-    "nested": (nested, ["encoder"], ["first", "join"]),
-    "residual": (residual, ["conv0"], ["norm0", "pool"]),
-    "words": (words, ["lstm0"], ["embed", "lstm0"]),
-    "several": (several, ["second"], ["first", "second"]),
-}
-
-
 def tagger():
     """A label for each word of a text of any length."""
     ids = keras.Input((None,), dtype="int32", name="ids")
@@ -113,8 +104,10 @@ def sparse():
     return keras.Model(x, L.Dense(3)(L.Concatenate()([y, L.Dense(2, name="late")(x)])))
 
 
-SHAPES = {name: make for name, (make, *_) in MODELS.items()}
-SHAPES |= {made.__name__: made for made in (tagger, images, ragged, sparse)}
+SHAPES = {
+    make.__name__: make
+    for make in (forked, residual, nested, words, several, tagger, images, ragged, sparse)
+}
 
 
 def data_of(model, rows):

@@ -80,35 +80,6 @@ def test_draws_and_pixels_do_not_change_between_versions():
     assert hashlib.sha256(found.tobytes()).hexdigest() == digest
 
 
-def test_crops_and_flips_follow_each_other_as_written():
-    ids = np.arange(32)
-    by = {"example_ids": ids, "epoch": EPOCHS, "seed": SEED}
-    flip = draws_for("RandomFlip", **by)
-    crop = draws_for("RandomCrop", **by, position=1)
-    upside_down, mirrored = flip.below(2, index=0), flip.below(2, index=1)
-    rows, columns = crop.below(3, index=0).numpy(), crop.below(3, index=1).numpy()
-    found = apply(Compose([RandomFlip(), RandomCrop(padding=1)]), ids=ids)
-    for i, image in enumerate(IMAGES):
-        image = image[::-1] if upside_down[i] == 1 else image
-        image = image[:, ::-1] if mirrored[i] == 1 else image
-        image = np.pad(image, [(1, 1), (1, 1), (0, 0)])
-        assert np.array_equal(found[i], image[rows[i] : rows[i] + 6, columns[i] : columns[i] + 5])
-
-
-def test_normalisation_joins_to_one_product_and_sum():
-    x = apply(
-        Compose(
-            [Rescaling(1 / 255, offset=-0.5), Normalization(mean=[0, 1, 2], variance=[0.25] * 3)]
-        )
-    )
-    expected = ((IMAGES / 255 - 0.5) - np.array([0, 1, 2])) / 0.5
-    assert x.dtype == np.float32
-    np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
-    images = IMAGES.astype(np.float32)  # whose statistics are numbers of NumPy
-    found = apply(Normalization(mean=images.mean(), variance=images.var()))
-    np.testing.assert_allclose(found, (images - images.mean()) / images.std(), rtol=1e-4, atol=1e-5)
-
-
 def test_scaling_equals_the_layers_of_keras():
     adapted = keras.layers.Normalization()
     adapted.adapt(IMAGES.astype(np.float32))

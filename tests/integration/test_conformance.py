@@ -739,13 +739,9 @@ CELLS = {
         with_metrics, y=(TARGETS > 0).astype("float32"), sample_weight=PER_ROW,
         validation_split=0.3,
     ),
-    "metrics of compile without a call, 6 rows": keras_too(
+    "metrics of compile without a call": keras_too(
         without_call, ALONG(ROWS).batch(6), None, batch_size=None, replicas=(1, 2),
         validation_data=ALONG(ROWS).batch(6),
-    ),
-    "metrics of compile without a call, 10 rows": keras_too(
-        without_call, ALONG(ROWS).batch(10), None, batch_size=None, replicas=(1, 2),
-        validation_data=ALONG(ROWS).batch(10),
     ),
     "more figures": keras_too(
         more_figures, GUIDE_X[:48], GUIDE_Y[:48], replicas=(1, 2), epochs=2,
@@ -789,10 +785,6 @@ CELLS = {
         lambda: compiled(Halves, unbuilt=True), GUIDE_X[:48], GUIDE_Y[:48],
         **GUIDED | {"batch_size": 8},
     ),
-    "a call of pairs, built by the step": one_device(
-        lambda: compiled(Siamese, unbuilt=True), GUIDE_X[:48], GUIDE_X[48:0:-1],
-        **GUIDED | {"batch_size": 8},
-    ),
     "gradients of unknown shape": one_device(
         over_rows, STACK, STACK[:, :, :2], batch_size=8, replicas=(3,)
     ),
@@ -809,7 +801,6 @@ CELLS = {
         )
     },
     # Losses of several terms
-    "a mean by hand": one_device(of(AddsByHand, synchronized, MEAN), **VALIDATED),
     "a mean by hand beside a sum": one_device(of(AddsByHand, synchronized, SUM), **VALIDATED),
     "a loss by hand, beside Keras": keras_too(
         own(OwnLoss, loss=None), ROWS[:18], TARGETS[:18],
@@ -820,10 +811,7 @@ CELLS = {
     "no optimizer": one_device(of(DescendsByHand, loss="mse")),
     "TensorFlow's guide": one_device(of(ByTensorFlow, penalized)),
     "TensorFlow's guide and a size": one_device(of(BySize, penalized)),
-    "activities": one_device(zoo.with_activities, **VALIDATED),
-    "activities of a layer used twice": one_device(
-        lambda: zoo.with_activities(shared=True), **VALIDATED
-    ),
+    "activities": one_device(lambda: zoo.with_activities(shared=True), **VALIDATED),
     "distillation": one_device(
         lambda: distiller("sparse_categorical_crossentropy"), X, NEXT[:, 0]
     ),
@@ -833,10 +821,9 @@ CELLS = {
         of(loss=SUM_OF_ALL, rate=0.001), zoo.X[:57], zoo.Y[:57], batch_size=8, epochs=1,
         replicas=(3,), validation_data=(zoo.X[:20], zoo.Y[:20]),
     ),
-    # Masks and weights. Of 55 and 41 the last step has one example for two replicas; of 48 in
-    # batches of 8, each has as many as the other at every step.
+    # Masks and weights. Of 55 the last step has one example for two replicas; of 48 in batches of
+    # 8, each has as many as the other at every step.
     "masks, 55 in batches of 9": masked(55, 9),
-    "masks, 41 in batches of 5": masked(41, 5),
     "masks, 48 in batches of 8": masked(48, 8),
     "masks and weights": masked_and_weighted(),
     "a mean with weights": one_device(
@@ -849,9 +836,6 @@ CELLS = {
         per_example_cells(
             "add_loss", of(parts=per_example, loss="mse", rate=0.001), **VALIDATED
         )
-    ),
-    **dict(
-        per_example_cells("add_loss alone", of(parts=per_example, rate=0.001), **VALIDATED)
     ),
     "of ragged data": one_device(
         of_bags, bags(tf.RaggedTensor.from_tensor), None, batch_size=None, shuffle=False

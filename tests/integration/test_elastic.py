@@ -45,13 +45,9 @@ REFUSED = {
     **dict.fromkeys(
         (
             *("several optimizers", "two optimizers that its step builds", "trackers of the guide"),
-            "logs of every kind",
             *("a step that takes a dict apart", "a step whose targets are its inputs"),
-            *("more figures", "two in a step", "two in a step beside a sum"),
-            "weighted by a variable",
-            *("gradients that are kept", "no optimizer", "losses that a call returns"),
-            *("activities", "activities of a layer used twice", "losses read after the update"),
-            *("a mean by hand", "a mean by hand beside a sum", "a mean with weights"),
+            *("more figures", "weighted by a variable", "no optimizer", "activities"),
+            *("losses read after the update", "a mean by hand beside a sum", "a mean with weights"),
             *("summed by the tape, 9 a step", "summed by the tape, 8 a step"),
             *(c for c in table.CELLS if c.startswith("masks")),
         ),

@@ -3,13 +3,11 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfdist
 from tests.integration.conftest import mirrored
 from tests.models import difference
 from tests.multiprocess.programs import zoo
-from tfdist.training.keras_compat import reduction
 
 X, Y = zoo.X, zoo.Y
 
@@ -59,23 +57,6 @@ def test_a_batch_with_fewer_examples_than_replicas_equals_one_device(strategies)
 
     for found, expected in zip(*map(results, (strategies[3], strategies[1])), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_tensors_of_any_size_travel_once(strategies):
-    """Small ones together, one of more than a message by itself; shapes known at run time alone."""
-    sizes = [3, 2**18 + 1, 0, 1, 5]
-
-    @tf.function(input_signature=[tf.TensorSpec([None])], autograph=False)
-    def total(first):
-        def in_replica():
-            ones = [tf.identity(first), *(tf.ones([size]) for size in sizes[1:])]
-            return reduction.sum_over_replicas(ones)
-
-        return strategies[3].run(in_replica)
-
-    for found, size in zip(total(tf.ones([3])), sizes, strict=True):
-        (values, *_) = strategies[3].experimental_local_results(found)
-        np.testing.assert_array_equal(values, np.full(size, 3.0))
 
 
 def test_an_overflow_on_one_replica_is_seen_by_all(strategies):

@@ -87,26 +87,6 @@ def test_the_last_checkpoint_is_evaluated_written_down_and_kept(tmp_path):
     assert len(files.lines()) == 1
 
 
-def test_replaced_checkpoints_of_another_run_are_evaluated(tmp_path):
-    class Watch(Future):
-        looks = 0
-
-        def done(self):
-            self.looks += 1
-            if self.looks == 2:  # the first one is evaluated
-                (tmp_path / "c").rename(tmp_path / "old")
-                (tmp_path / "new").rename(tmp_path / "c")
-            return self.looks >= 3
-
-    train(tmp_path / "c", seed=1)
-    train(tmp_path / "new", seed=2)
-    evaluate(tmp_path / "c", watch=Watch())
-    lines = [Evaluations(tmp_path / name).lines() for name in ("old", "c")]
-    assert [len(of_run) for of_run in lines] == [1, 1]
-    assert lines[0][0]["checkpoint"] == lines[1][0]["checkpoint"]
-    assert lines[0][0]["val_loss"] != lines[1][0]["val_loss"]
-
-
 def test_a_kill_before_the_line_repeats_the_best_evaluation(tmp_path, monkeypatch):
     def kill(self, lines):
         raise KeyboardInterrupt

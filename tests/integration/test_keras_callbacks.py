@@ -234,15 +234,6 @@ def test_stoppers_and_schedulers_act_as_under_keras(strategies):
     assert ours.optimizer.iterations.numpy() == 3 * STEPS
 
 
-def test_a_rate_from_a_batch_hook_applies_next_batch(strategies):
-    class Warmup(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            self.model.optimizer.learning_rate = 0.01 * (batch + 1)
-
-    ours, theirs = both(strategies[2], lambda _: [Warmup()])
-    assert difference(ours, theirs) < 1e-6
-
-
 def test_a_rate_under_loss_scaling_sets_the_inner_optimizer(strategies):
     with strategies[2].scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])

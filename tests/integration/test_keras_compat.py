@@ -26,7 +26,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator
 from keras.src.trainers.compile_utils import CompileMetrics
 from tensorflow.python.distribute import parameter_server_strategy_v2
-from tensorflow.python.distribute.values import DistributedVariable, SyncOnReadVariable
+from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.framework.ops import gradient_registry
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
@@ -606,23 +606,6 @@ def test_stock_statistics_drift_apart(strategies):
     stock_steps(strategies[2], model, [4])
     copies = strategies[2].experimental_local_results(model.layers[0].moving_mean.value)
     assert np.abs(copies[0].numpy() - copies[1].numpy()).max() > 1e-3
-
-
-def test_a_reset_of_a_metric_waits_for_no_other_worker(strategies, monkeypatch):
-    metric = trained_metric(strategies[2])
-    monkeypatch.setattr(SyncOnReadVariable, "read_value", lambda self: pytest.fail("reads a sum"))
-    metric.reset_state()
-    for variable in metric.variables:
-        copies = strategies[2].experimental_local_results(variable.value)
-        assert [float(copy.numpy()) for copy in copies] == [0.0, 0.0]
-
-
-def trained_metric(strategy):
-    """Returns a metric that a `fit` has updated."""
-    model = make_model(strategy, keras.optimizers.SGD)
-    tfdist.fit(model, X, Y, batch_size=8, epochs=1, verbose=0)
-    (metric,) = (metric for metric in model.metrics if metric.name == "loss")
-    return metric
 
 
 @shows(

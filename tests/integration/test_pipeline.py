@@ -1,4 +1,4 @@
-"""A model in stages computes and trains as it does whole; the stages here are in one process."""
+"""How a model is cut into stages, and one stage in this process; jobs: test_pipeline_jobs."""
 
 import functools
 import types
@@ -9,159 +9,25 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.graphs import MODELS, ragged, residual, several
+from tests.graphs import ragged, residual, several
 from tests.refusals import refusal
 from tfdist.cluster import KINDS
 from tfdist.pipeline import engine
-from tfdist.pipeline.cuts import (
-    LayerGraph,
-    chosen_places,
-    one_or_list,
-    possible_places,
-    segments_of,
-)
-from tfdist.pipeline.schedule import passes
+from tfdist.pipeline.cuts import LayerGraph, chosen_places, possible_places
 from tfdist.pipeline.stage import MicroBatch, Stage
 from tfdist.pipeline.union import fill, is_empty, making_empty_slots, release
 from tfdist.strategy import job as jobs
 from tfdist.strategy import pipeline_setup
 from tfdist.training import inputs
-from tfdist.training.keras_compat import fuse, random_key
 from tfdist.training.keras_compat.trace import warn_once
 from tfdist.training.resume import require_exact
 
 L = keras.layers
-MICROS, ROWS = 3, 4
-
-
-CUTS = {name: [[], *cuts] for name, (_, *cuts) in MODELS.items()}
-WAYS = {
-    "all forward first": (2, {"schedule": "gpipe"}),
-    "recomputed": (2, {"keep": "recompute"}),
-    "the last at once": (1, {"keep": "nothing", "others": "tape"}),
-    "in segments": (1, {"keep": "nothing", "others": "recompute", "in_segments": True}),
-}
-
-
-def loss_of(batch, outputs, added):
-    losses = [
-        tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, o, from_logits=True))
-        for y, o in zip(tf.nest.flatten(batch.targets), outputs, strict=True)
-    ]
-    return tf.add_n([tf.constant(0.0), *losses]) + added
-
-
-def batches(model):
-    random = np.random.default_rng(3)
-    for micro in range(MICROS):
-        inputs = [
-            random.integers(0, 10, (ROWS, *t.shape[1:])).astype("int32")
-            if "int" in t.dtype
-            else random.random((ROWS, *t.shape[1:]), "float32")
-            for t in model.inputs
-        ]
-        yield MicroBatch(
-            inputs=dict(enumerate(map(tf.constant, inputs))),
-            targets=[tf.constant(random.integers(0, 3, (ROWS,))) for _ in model.outputs],
-            share=tf.constant(1 / MICROS),
-            random_key=random_key(5, step=tf.constant(7, tf.int64), replica=micro),
-        )
 
 
 def stages_of(model, cut):
     graph = LayerGraph(model)
     return graph.cut(graph.behind_layers(cut))
-
-
-def segmented(model, cut, *, kept):
-    """The segments of each stage, each with as many as there can be."""
-    graph = LayerGraph(model)
-    return segments_of(graph, graph.behind_layers(cut), kept=[kept] * (len(cut) + 1))
-
-
-def trained(
-    make, cut, *, schedule="1f1b", keep="tape", others=None, in_segments=False, fused=False
-):
-    """Run one step's passes; return loss, gradients by path, and the variables' values after it."""
-    keras.backend.clear_session(free_memory=False)
-    keras.utils.set_random_seed(1)
-    model = make()
-    fuse(model, fused=fused)
-    parts = [[part] for part in stages_of(model, cut)]
-    if in_segments:
-        parts = segmented(model, cut, kept=0)
-        assert max(map(len, parts)) > 1
-    made = [
-        Stage(p, keep=keep, loss_of=loss_of) if p[-1].is_last else Stage(p, keep=others or keep)
-        for p in parts
-    ]
-    count = len(parts)
-    orders = [passes(schedule, stage=i, stages=count, micros=MICROS) for i in range(count)]
-    losses = run(made, orders, list(batches(model)))
-    gradients = {
-        v.path: g.numpy()
-        for s in made
-        for v, g in zip(s.variables, s.take_sums(), strict=True)
-        if g is not None
-    }
-    return losses, gradients, {v.path: v.numpy() for v in model.non_trainable_variables}
-
-
-def run(made, orders, data):
-    messages, losses = {}, []
-    waiting = [list(order) for order in orders]
-    while any(waiting):
-        for i, stage in enumerate(made):
-            if not waiting[i]:
-                continue
-            forward, micro = waiting[i][0]
-            if forward and (i == 0 or (i, "F", micro) in messages):
-                given = messages.pop((i, "F", micro), [])
-                sent = stage.forward(micro, data[micro], given)
-                if stage.is_last:
-                    losses.append(float(sent[0]))
-                    messages[i, "B", micro] = []
-                else:
-                    messages[i + 1, "F", micro] = sent
-            elif not forward and (i, "B", micro) in messages:
-                back = stage.backward(micro, messages.pop((i, "B", micro)))
-                messages[i - 1, "B", micro] = back
-            else:
-                continue
-            waiting[i].pop(0)
-    return losses
-
-
-def assert_same(found, expected, *, bits=False):
-    """The losses, sums of gradients and statistics of two steps."""
-    np.testing.assert_allclose(found[0], expected[0], rtol=0 if bits else 1e-6)
-    near = {"rtol": 0 if bits else 1e-5, "atol": 0 if bits else 1e-6}
-    for one, other in zip(found[1:], expected[1:], strict=True):
-        assert one.keys() == other.keys()
-        for path in one:
-            np.testing.assert_allclose(one[path], other[path], err_msg=path, **near)
-
-
-@pytest.fixture(scope="module")
-def step_of():
-    """What a step makes of a model, which is trained when it is first asked for."""
-    return functools.cache(lambda name, number: trained(MODELS[name][0], CUTS[name][number]))
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("number", [1, 2])
-def test_stages_have_the_gradients_and_statistics_of_the_model(step_of, name, number):
-    assert_same(step_of(name, number), step_of(name, 0))
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("way", WAYS)
-def test_stored_activations_do_not_change_a_step(step_of, name, way):
-    number, options = WAYS[way]
-    found, expected = trained(MODELS[name][0], CUTS[name][number], **options), step_of(name, number)
-    assert_same(found, expected, bits="schedule" in options)
-    if number == 2:  # the order of sums alone may differ
-        np.testing.assert_equal((found[0], found[2]), (expected[0], expected[2]))
 
 
 def test_inner_models_stay_whole_if_layer_names_repeat():
@@ -171,43 +37,6 @@ def test_inner_models_stay_whole_if_layer_names_repeat():
     ]
     model = keras.Model(x, L.Concatenate(name="join")([tower(x) for tower in towers]))
     assert [node.operation.name for node in LayerGraph(model).nodes] == ["a", "b", "join"]
-
-
-@pytest.mark.parametrize("keep", ["tape", "recompute", "nothing"])
-def test_stages_use_the_fused_kernel_like_the_whole_model(step_of, keep):
-    by_keras, expected = step_of("residual", 0), trained(residual, [], fused=True)
-    assert_same(trained(residual, ["conv0"], keep=keep, others="tape", fused=True), expected)
-    assert_same(expected, by_keras)
-    assert any((expected[1][path] != by_keras[1][path]).any() for path in by_keras[1])
-
-
-def test_a_stage_has_segments_if_they_save_memory():
-    layers = [L.Dense(100, name=f"dense{i}") for i in range(6)]
-    model = keras.Sequential([keras.Input((100,)), *layers])
-    (many,) = segmented(model, [], kept=0)
-    assert [len(part.nodes) for part in many] == [1] * 6
-    (one,) = segmented(model, [], kept=9)  # inputs of nine micro-batches are more than outputs
-    assert len(one) == 1
-    (some,) = segmented(model, [], kept=1)
-    assert 1 < len(some) < 6
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_model_is_as_it_was_after_a_cut(name, tmp_path):
-    make, *cuts = MODELS[name]
-    model = make()
-    before = model.to_json(), keras.models.clone_model(model).to_json()
-    for cut in cuts:
-        stages_of(model, cut)
-    assert (model.to_json(), keras.models.clone_model(model).to_json()) == before
-    keras.Model(model.inputs, model.layers[-2].output)
-    assert model.to_json() == before[0]
-    model.save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    data = [next(batches(model)).inputs[i] for i in range(len(model.inputs))]
-    found, expected = (tf.nest.flatten(each(one_or_list(data))) for each in (loaded, model))
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_no_variable_is_on_both_sides_of_a_place():
@@ -430,16 +259,6 @@ COMPARING = {
 }
 
 
-def test_stages_are_rebuilt_for_the_cut_of_a_checkpoint(one_stage):
-    with one_stage().scope():
-        model = model_with()
-    tfdist.fit(model, X, Y, batch_size=8, verbose=0)
-    staged = vars(model)["_tfdist_stages"]
-    assert staged.is_up_to_date
-    jobs._made[0].stages.chosen.take({"cuts": {staged._cut_key: [1]}})
-    assert not staged.is_up_to_date
-
-
 class Draws(L.Layer):
     def call(self, x):
         return x * tf.random.uniform([])
@@ -638,12 +457,3 @@ def test_a_mask_lost_by_keras_has_no_effect(behind):
     tensors, masks = message[: len(part.sent)], message[len(part.sent) : -1]
     assert [mask.shape for mask in masks] == [tensor.shape[:2] for tensor in tensors]
     assert masks[-1].numpy().all()
-
-
-def test_different_models_have_different_cuts():
-    def graph_of(units, trainable=True):
-        layers = [keras.Input((4,)), L.Dense(units), L.Dense(3, trainable=trainable)]
-        return LayerGraph(keras.Sequential(layers)).digest
-
-    assert graph_of(5) == graph_of(5)
-    assert len({graph_of(5), graph_of(6), graph_of(5, trainable=False)}) == 3

@@ -1,30 +1,21 @@
-"""Worker pool and engine of a ps job, with workers that are not there or are threads."""
+"""Worker pool of a ps job, with workers that are not there or are threads."""
 
-import concurrent.futures
 import itertools
 import threading
 import time
 from types import SimpleNamespace
 
-import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdist
 from tfdist import phases
 from tfdist.cluster import KINDS
-from tfdist.data import StreamSource
 from tfdist.errors import PeerLost
-from tfdist.ps import engine as engine_module
 from tfdist.ps import worker_pool
-from tfdist.ps.engine import ParameterServerEngine
-from tfdist.ps.worker_pool import WorkerIncarnation, WorkerPool
-from tfdist.strategy import Job, job_of
+from tfdist.ps.worker_pool import WorkerPool
+from tfdist.strategy import Job
 from tfdist.training import building, engines
-from tfdist.training.epochs import EpochPlan
-from tfdist.training.feed import Order, StreamFeed
-from tfdist.training.program import StepProgram
 
 DEADLINE_S = 30.0
 
@@ -185,186 +176,9 @@ def test_a_unit_that_ends_its_workers_has_limited_retries(pool, connections):
         pool.submit(end).result(DEADLINE_S)
 
 
-# The engine, over workers that are threads: what is under way when something ends.
-
-
-class Work:
-    """A program of units that do as the test says."""
-
-    def __init__(self, do):
-        self.do = do
-        self.logs = {}
-        self.begun, self.ended = set(), set()
-
-    def count_from(self, step):
-        pass
-
-    def rests(self):
-        pass
-
-    def __call__(self, first, last, place):
-        self.begun.add(first)
-        try:
-            self.do(first)
-        finally:
-            self.ended.add(first)
-        return np.array([last]), []
-
-    def take(self, numbers, *, steps):
-        self.logs = {"done": float(numbers[0])}
-        return numbers[:0]
-
-
-class Clock:
-    """Counts the steps of a program that units of one step have applied."""
-
-    def __init__(self, work):
-        self.work = work
-
-    @property
-    def applied(self):
-        return len(self.work.ended)
-
-
-@pytest.fixture
-def engine(pool, monkeypatch):
-    monkeypatch.setattr(engine_module, "worker_pool_of", lambda strategy, patience_s: pool)
-    return ParameterServerEngine(SimpleNamespace(strategy=None, config=None))
-
-
-def program(engine, do):
-    made = StepProgram(function=None, feed=None, seed=0, training=True)
-    engine._work[made] = Work(do)
-    return made, engine._work[made]
-
-
-def test_after_an_error_no_worker_changes_the_model(engine, pool, monkeypatch):
-    others, waited_for = threading.Barrier(3), threading.Event()
-    wait = concurrent.futures.wait
-    monkeypatch.setattr(concurrent.futures, "wait", lambda fs: (waited_for.set(), wait(fs))[1])
-
-    def do(step):
-        if step < 3:
-            others.wait(DEADLINE_S)
-        if step == 0:
-            raise LookupError("mine")
-        assert waited_for.wait(DEADLINE_S)  # what has begun goes on until the engine waits for it
-
-    made, work = program(engine, do)
-    engine._clock = Clock(work)
-    with pytest.raises(LookupError, match="mine"):
-        engine.run(made, 0, 6)
-    assert work.begun >= {0, 1, 2}
-    assert work.ended == work.begun
-    assert engine.steps_under_way == 0
-    work.do = lambda step: None
-    assert engine.run(made, 6, 12) == {"done": 12.0}
-    assert pool.account.applied_twice == 0  # those of the error are nobody's
-
-
-def test_logs_of_the_last_step_follow_its_completion(engine):
-    last, go_on = threading.Event(), threading.Event()
-
-    def do(step):
-        if step == 5:
-            last.set()
-            assert go_on.wait(DEADLINE_S)
-
-    made, _ = program(engine, do)
-    assert engine.finish(made) == {}
-    told = engine.run(made, 0, 6, goes_on=True)
-    assert last.wait(DEADLINE_S)
-    assert told.get("done", 0.0) < 6.0
-    assert engine.steps_under_way >= 1
-    go_on.set()
-    assert engine.finish(made) == {"done": 6.0}
-    assert engine.steps_under_way == 0
-
-
-def test_dropped_units_end_and_queued_units_never_start(engine, pool, monkeypatch):
-    begun, go_on = threading.Barrier(4), threading.Event()
-    drop = pool.drop
-    monkeypatch.setattr(pool, "drop", lambda: (drop(), go_on.set()))
-    made, work = program(engine, lambda step: (begun.wait(DEADLINE_S), go_on.wait(DEADLINE_S)))
-    engine._under_way = [
-        engine_module.DispatchedBlock(made, step, step + 1, engine._dispatch(made, step, step + 1))
-        for step in range(9)
-    ]
-    begun.wait(DEADLINE_S)
-    engine.close()
-    assert len(work.begun) == len(work.ended) == 3
-    assert not pool._waiting
-
-
 def test_workers_of_a_strategy_are_counted_without_tf_config():
     strategy = SimpleNamespace(extended=SimpleNamespace(_num_workers=3))
     assert Job(strategy=strategy, kind=KINDS["ps"]).num_workers == 3
-
-
-def test_a_worker_reads_a_stream_in_order_once():
-    """Workers compute the steps of an evaluation in turn, again after a loss, and once more."""
-    read = []
-
-    def noted(number):
-        number = tf.numpy_function(lambda n: (read.append(n), n)[1], [number], tf.int64)
-        return tf.ensure_shape(number, [])
-
-    source = StreamSource(tf.data.Dataset.range(40).map(noted).batch(2))
-    plan = EpochPlan.uniform(epochs=1, examples=40, global_batch_size=2)
-    job, order = job_of(tf.distribute.get_strategy()), Order(examples=40, shuffle=False)
-    feed = StreamFeed(source, plan, job=job, seed=1, order=order)
-    made = StepProgram(function=lambda batch: batch, feed=feed, seed=0, training=False)
-    work = engine_module.Work(made, job.strategy, outputs=True)
-    one, other = (WorkerIncarnation(worker_index=index, life=1) for index in range(2))
-    again = WorkerIncarnation(worker_index=0, life=2)
-
-    def batch(step, worker):
-        return work(step, step + 1, worker).tolist()
-
-    for _ in range(2):
-        read.clear()
-        found = [batch(step, (one, other)[step % 3 % 2]) for step in range(20)]
-        assert np.ravel(found).tolist() == [*range(40)]
-        assert len(read) < 3 * 40
-    assert [batch(7, again), batch(3, other), batch(8, again)] == [[14, 15], [6, 7], [16, 17]]
-
-
-def test_a_metric_has_the_totals_of_the_chief(engine):
-    metric = keras.metrics.Sum()
-    made = StepProgram(function=None, feed=None, seed=0, training=True, keras_metrics=[metric])
-    work = engine._work[made] = Work(None)
-    for total in (3.0, 5.0):
-        work.totals = np.array([total])
-        made.metrics[0].assign(0.0)  # as `reset_state` of a program that has no say in it
-        engine.publish_metrics(made)
-        assert made.metrics[0].numpy() == total
-    engine.reset_metrics()
-    made.metrics[0].assign(0.0)
-    engine.publish_metrics(made)
-    assert made.metrics[0].numpy() == 0.0
-
-
-def test_the_length_of_a_work_unit_does_not_change_the_bits_of_a_metric():
-    types, ends = [np.float32, tf.bfloat16.as_numpy_dtype, np.int32], [2, 3, 4]
-    steps = np.random.RandomState(0).rand(12, 4).astype(np.float32)
-    steps[:, 2], steps[:, 3] = steps[:, 2].astype(types[1]), 2**22 + 1
-
-    def totals(*lengths):
-        work = SimpleNamespace(totals=None, _num_totals=4, _types=types, _ends=ends, _log_shapes={})
-        for rows in np.split(steps, np.cumsum(lengths)[:-1]):
-            numbers = np.concatenate([rows.ravel(), np.ones(len(rows))])
-            assert engine_module.Work.take(work, numbers, steps=len(rows)).tolist() == [1] * len(
-                rows
-            )
-        return work.totals.tolist()
-
-    one_by_one = [kind(0) for kind in (types[0], *types)]
-    for row in steps:
-        one_by_one = [
-            kind(total + kind(n))
-            for kind, total, n in zip((types[0], *types), one_by_one, row, strict=True)
-        ]
-    assert totals(12) == totals(5, 7) == totals(1, 1, 10) == [float(total) for total in one_by_one]
 
 
 LOST_FUNCTION = "'f' is neither a type of a primitive operation nor a name of a function registered"

@@ -43,12 +43,6 @@ def test_models_give_logits_of_float32(name, shape, parameters):
     assert trainable == parameters
 
 
-def test_callbacks_can_set_a_constant_learning_rate():
-    optimizer = recipe.optimizer_of(config_with(learning_rate=0.5), total_steps=10)
-    optimizer.learning_rate = 0.25
-    assert float(optimizer.learning_rate) == 0.25
-
-
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [

@@ -216,19 +216,6 @@ def test_a_later_run_of_another_machine_is_continued(store, caplog):
     assert second.steps() == [7]
 
 
-def test_skipped_uploads_do_not_hide_a_second_writer(store):
-    first, copy = store("a", keep=1)
-    saved(first, copy, 1)
-    second, other = store("b")
-    saved(second, other, 9)
-    for step in (2, 3, 4):
-        first.write(step, {"a": np.full(3, step)}, meta={})
-    copy.upload("step-000000004.4")
-    copy.close()
-    assert refusal(copy.raise_error).code == "second-writer"
-    assert max(in_bucket()) == "step-000000009.2"
-
-
 def test_an_upload_that_is_slower_than_the_saves_is_complete(store, monkeypatch, caplog):
     local, copy = store("a", keep=1)
 

@@ -13,12 +13,11 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from keras.src.callbacks.monitor_callback import MonitorCallback
 
 import tfdist
+from tests.integration import test_conformance as conformance
 from tests.models import AtStep, Cut, bits, classifier
 from tests.mutations import JSON, forged, replacing_at
 from tests.refusals import refusal, refused
@@ -156,32 +155,6 @@ def test_a_run_that_resumes_between_batch_hooks_begins_with_the_first(strategies
     assert callback.seen[:3] == [("begin", 4), ("end", 5), ("begin", 6)]
 
 
-class Adversaries(keras.Model):
-    """Two models with an optimizer each, as in Keras' guide to such networks."""
-
-    def __init__(self):
-        super().__init__()
-        self.critic, self.maker = keras.layers.Dense(1), keras.layers.Dense(4)
-        self.critic.build((None, 4))
-        self.maker.build((None, 4))
-
-    def compile(self, *optimizers):
-        super().compile()
-        self.critics, self.makers = optimizers[0], [optimizers[1]]
-
-    def train_step(self, data):
-        x, _ = data
-        for part, optimizer, sign in (
-            (self.critic, self.critics, 1.0),
-            (self.maker, self.makers[0], -1.0),
-        ):
-            with tf.GradientTape() as tape:
-                loss = sign * tf.reduce_mean(self.critic(self.maker(x)) - self.critic(x) ** 2)
-            variables = part.trainable_variables
-            optimizer.apply(tape.gradient(loss, variables), variables)
-        return {"loss": loss}
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_state_of_several_optimizers_is_resumed(strategies, tmp_path, replicas):
     """The step builds them, as in Keras' guides."""
@@ -189,11 +162,11 @@ def test_the_state_of_several_optimizers_is_resumed(strategies, tmp_path, replic
     def trained(directory, more=()):
         keras.utils.set_random_seed(1)
         with strategies[replicas].scope():
-            model = Adversaries()
-            model.compile(keras.optimizers.Adam(0.01), keras.optimizers.RMSprop(0.02))
-        backup = tfdist.BackupAndRestore(directory, save_freq=4)
-        tfdist.fit(model, X, Y, batch_size=8, seed=5, verbose=0, callbacks=[backup, *more])
-        return [*map(np.asarray, model.weights), model.makers[0].iterations.numpy()]
+            model = conformance.compiled(conformance.Alternating)
+        callbacks = [tfdist.BackupAndRestore(directory, save_freq=4), *more]
+        x, y = conformance.GUIDE_X, conformance.GUIDE_Y
+        tfdist.fit(model, x, y, batch_size=8, seed=5, verbose=0, callbacks=callbacks)
+        return [*map(np.asarray, model.weights), model.of_first.iterations.numpy()]
 
     def cut(batch, logs):
         if batch == 5:
@@ -312,19 +285,6 @@ def test_a_model_checkpoint_within_epochs_keeps_its_best_value(tmp_path):
     resumed.on_train_batch_end(0, {"loss": 3.0})
     assert resumed.best == 2.1
     assert not any(tmp_path.iterdir())
-
-
-def test_a_resumed_orbax_checkpoint_keeps_its_count_and_best_value():
-    """Without Orbax, whose constructor fails."""
-    before, resumed = (object.__new__(keras.callbacks.OrbaxCheckpoint) for _ in range(2))
-    for callback in before, resumed:
-        options = {"save_freq": 1, "save_best_only": True}
-        MonitorCallback.__init__(callback, "loss")
-        vars(callback).update(_total_batches_seen=0, **options)
-    before.best, before._total_batches_seen = 2.1, 30
-    hand_over(before, resumed)
-    assert (resumed.best, resumed._total_batches_seen) == (2.1, 30)
-    assert not resumed._is_improvement(3.0, resumed.best)
 
 
 def listed(tmp_path):

@@ -3,17 +3,13 @@
 import types
 
 import keras
-import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfdist
 from tests.multiprocess.programs import zoo
 from tests.refusals import refusal
 from tfdist.cluster import KINDS
-from tfdist.strategy.group import VariablePart
 from tfdist.training import building
-from tfdist.training.keras_compat import reduction
 
 optimizers = keras.optimizers
 
@@ -66,17 +62,3 @@ def test_settings_that_prevent_sharding_are_refused(job, optimizer, others, name
     told = refusal(lambda: building.shards(model.optimizer, variables, job, callbacks=callbacks))
     assert told.code == "unsupported"
     assert named in told.problem
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (5,), (4, 2, 3)])
-@pytest.mark.parametrize("workers", [2, 3, 30])
-def test_shards_of_a_sparse_gradient_equal_the_dense_one(shape, workers):
-    rows = tf.constant([3, 0, 2])
-    values = tf.constant(np.random.default_rng(3).normal(size=(3, *shape[1:])), tf.float32)
-    slices = tf.IndexedSlices(values, rows, tf.constant(shape))
-    dense = tf.convert_to_tensor(slices).numpy().reshape(-1)
-    for rank in range(workers):
-        first, end = (dense.size * chunk // workers for chunk in (rank, rank + 1))
-        part = VariablePart(shape=shape, first=first, end=end)
-        mine = tf.convert_to_tensor(reduction._own_elements(slices, part))
-        np.testing.assert_array_equal(mine, dense[first:end])

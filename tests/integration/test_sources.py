@@ -107,15 +107,6 @@ def test_a_graph_captures_arrays_without_copying_them():
     assert source.gather(tf.zeros([0], tf.int64)).shape == (0, 1000)
 
 
-def test_a_process_reads_only_the_arrays_sent_to_it():
-    source = ArraySource({"a": X}, Y, sample_weight=None)
-    sent = next(iter(tf.data.Dataset.from_tensors(source.arrays()).repeat()))
-    doubled = tf.nest.map_structure(lambda leaf: leaf * 2, sent)
-    x, y = source.gather(tf.constant([7, 7, 0], tf.int64), arrays=doubled)
-    assert np.array_equal(y, [14, 14, 0])
-    assert np.array_equal(x["a"], 2 * X[[7, 7, 0]].astype(np.float32))
-
-
 def test_pandas_is_converted_as_keras_does():
     """Keras gives a Series the shape (n, 1); pandas itself is not needed, nor imported."""
     frame = type("DataFrame", (), {"to_numpy": lambda self: X, "__array__": None})
@@ -172,20 +163,6 @@ def test_private_changes_of_a_memory_map_are_kept(tmp_path):
     array[3] = 7
     source = ArraySource(array)
     assert np.array_equal(source.gather([3]), np.full([1, 3], 7))
-
-
-def test_a_mapped_file_is_sent_as_its_operation(tmp_path):
-    X.astype(np.float32).tofile(tmp_path / "x.bin")
-    source = ArraySource(np.memmap(tmp_path / "x.bin", np.float32, "r", shape=X.shape))
-
-    @tf.function
-    def on_the_worker():
-        dataset = tf.data.Dataset.from_tensors(source.arrays()).repeat()
-        return source.gather(tf.constant([4]), arrays=next(iter(dataset)))
-
-    traced = on_the_worker.get_concrete_function()
-    assert not traced.captured_inputs
-    assert np.array_equal(traced(), X[[4]].astype(np.float32))
 
 
 def test_a_mapped_file_is_not_copied_into_memory(tmp_path):

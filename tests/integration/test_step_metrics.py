@@ -1,7 +1,5 @@
 """Metrics in a step of the user's own: results under any key, and numbers that count once."""
 
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -10,37 +8,14 @@ import tensorflow as tf
 import tfdist
 from tests.multiprocess.programs import figures
 from tests.refusals import refusal
+from tfdist.ps.engine import Work
 
 pytestmark = pytest.mark.slow
 
-expected = functools.cache(figures.by_keras)
-
-
-@functools.cache
-def found(replicas, strategy):
-    return figures.by_tfdist(strategy)
-
-
-def equal(one, other, key):
-    for where, wanted in other.items():
-        keys = [key, f"val_{key}"]
-        for seen, value in [(one[where][k], wanted[k]) for k in keys]:
-            np.testing.assert_allclose(seen, value, rtol=1e-4, err_msg=where)
-        evaluated = one[where]["evaluated"][key], wanted["evaluated"][key]
-        np.testing.assert_allclose(*evaluated, rtol=1e-4, err_msg=f"{where}, evaluate")
-
-
-KEYS = {key: [key] for key in [*figures.LOGGED, *figures.FED]} | {
-    "a dict": ["mean of two", "count of two"],
-}
-
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("row", KEYS)
-def test_a_metric_is_equal_on_any_number_of_replicas(strategies, row, replicas):
-    ours = found(replicas, strategies[replicas])
-    for key in KEYS[row]:
-        equal(ours, expected(), key)
+def test_metrics_are_equal_on_any_number_of_replicas(strategies, replicas):
+    figures.require_equal(figures.by_tfdist(strategies[replicas]), figures.by_keras())
 
 
 @pytest.mark.parametrize("key", figures.MIXED)
@@ -149,3 +124,63 @@ def test_a_number_that_equals_the_size_of_a_part_warns(strategies, warnings):
         assert counted(strategies[2], keras.metrics.Sum, number) == 48
     (found,) = warnings()
     assert found.startswith("a metric gets the number 8, which")
+
+
+# Results in the shape that they have.
+
+
+ROWS = np.arange(24, dtype="float32").reshape(8, 3)
+
+
+class Columns(keras.metrics.Metric):
+    """The sum of each column."""
+
+    def __init__(self, name):
+        super().__init__(name=name)
+        self.sums = self.add_weight(name="sums", shape=(3,), initializer="zeros")
+
+    def update_state(self, x):
+        self.sums.assign(self.sums + tf.reduce_sum(x, 0))
+
+    def result(self):
+        return self.sums
+
+
+class FirstAndLast(Columns):
+    """Some of them, by names of their own."""
+
+    def result(self):
+        return {"first": self.sums[0], "others": self.sums[1:]}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_metrics_of_any_shape_are_returned(strategies, replicas):
+    with strategies[replicas].scope():
+        metrics = [Columns("columns"), FirstAndLast("some"), keras.metrics.Sum(name="sum")]
+
+    def step(x):
+        for metric in metrics:
+            metric.update_state(x)
+        return {"each": tf.reduce_sum(x, 0)}
+
+    with strategies[replicas].scope():
+        loop = tfdist.StepLoop(step, ROWS, global_batch_size=4, seed=1, metrics=metrics)
+    logs = loop.run(2)
+    assert logs["each"].shape == (3,)
+    found = loop.results()
+    np.testing.assert_array_equal(found.pop("columns"), ROWS.sum(0))
+    np.testing.assert_array_equal(found.pop("others"), ROWS.sum(0)[1:])
+    assert found == {"first": float(ROWS.sum(0)[0]), "sum": float(ROWS.sum())}
+    assert not loop.results()["columns"].any()
+
+
+def test_ps_step_results_of_unknown_shape_are_refused():
+    work = object.__new__(Work)
+    work._log_shapes = {}
+
+    @tf.function(input_signature=[tf.TensorSpec([None])], autograph=False)
+    def step(losses):
+        return work._logs({"losses": losses})
+
+    error = refusal(step.get_concrete_function)
+    assert (error.where, error.code) == ("step", "unknown-shape")

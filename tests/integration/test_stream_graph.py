@@ -36,27 +36,6 @@ def test_a_reading_that_was_dropped_leaves_its_cache_whole():
         assert len(values(read(dataset, Reading()))) == 4
 
 
-def test_datasets_that_fill_a_cache_get_a_guard(tmp_path):
-    rows = tf.data.Dataset.range(8).batch(2).prefetch(2)
-    inner = plain(lambda n: tf.data.Dataset.range(2).prefetch(1).cache())
-    for dataset, count in (
-        (rows.cache().prefetch(1), 1),
-        (rows.shuffle(4).prefetch(1).cache(str(tmp_path / "file")), 1),
-        (rows.cache().snapshot(str(tmp_path / "snapshot")), 2),
-        (rows.flat_map(inner).cache(), 2),
-        (rows.map(plain(lambda n: tf.RaggedTensor.from_tensor(n[None]))).cache(), 1),
-    ):
-        graph = tf.compat.v1.GraphDef.FromString(serialized(dataset, Reading()).numpy())
-        bodies = [graph.node, *(function.node_def for function in graph.library.function)]
-        nodes = {node.name: node for body in bodies for node in body}
-        fed = [n for n in nodes.values() if n.op.startswith(("CacheDataset", "SnapshotDataset"))]
-        guards = [nodes[n.input[0].split(":")[0]].attr["f"].func.name for n in fed]
-        assert len(guards) == count
-        assert all("guarded" in name for name in guards)
-        first, second = values(read(dataset, Reading())), values(read(dataset, Reading()))
-        assert first == second == values(dataset)
-
-
 def test_a_truncated_file_cache_ends_the_run_with_reason(tmp_path, strategies):
     def pairs(count):
         rows = np.arange(count, dtype="float32")[:, None]
@@ -201,14 +180,6 @@ def test_a_peek_draws_no_random_number_of_a_layer():
     assert flip.generator.state.numpy().tolist() == before
     values(read(dataset, Reading()))
     assert flip.generator.state.numpy().tolist() != before
-
-
-def test_large_arrays_are_held_once_by_all_readings():
-    x = np.random.default_rng(0).random((4000, 8))
-    dataset = tf.data.Dataset.from_tensor_slices(x).batch(4000)
-    for _ in range(2):
-        np.testing.assert_array_equal(values(read(dataset, Reading()))[0], x)
-    assert len(dataset._tfdist_graph._large) == 1
 
 
 def test_another_process_gets_the_graph_with_the_seeds():

@@ -3,7 +3,6 @@
 import os
 import random
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,9 +10,7 @@ import tensorflow as tf
 import tensorflow_datasets
 from sklearn.datasets import load_digits
 
-import tfdist.data.digits
 from tests import forked_python
-from tests.processes import python
 from tests.refusals import refusal
 from tfdist.data import TFRecordSource, tfds
 from tfdist.data.cache import exclusive
@@ -130,16 +127,6 @@ def test_a_dataset_without_a_supervised_pair_asks_for_convert(tmp_path):
     assert told.code == "unsupported-data"
 
 
-IN_A_FRESH_PROCESS = """
-import tensorflow_datasets
-import tfdist.data.digits
-dataset, info = tensorflow_datasets.load(
-    "tfdist_digits", split="train", as_supervised=True, with_info=True)
-image, label = next(iter(dataset))
-print(len(dataset), image.shape, image.dtype.name, info.features["label"].num_classes)
-"""
-
-
 def test_the_splits_hold_every_digit_once_and_repeatably(splits, tmp_path):
     (train, train_labels), (test, test_labels) = splits["train"], splits["test"]
     assert (train.shape, test.shape) == ((1442, 8, 8, 1), (355, 8, 8, 1))
@@ -156,21 +143,6 @@ def test_the_splits_hold_every_digit_once_and_repeatably(splits, tmp_path):
     assert random.getstate() == state, "the run that prepares has initial weights of its own"
     assert np.array_equal(again[0], test)
     assert np.array_equal(again[1], test_labels)
-
-
-def test_tfds_load_works_without_writing_into_the_package(tmp_path):
-    package = Path(tfdist.data.digits.__file__).parent
-    before = sorted(path.name for path in package.iterdir())
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "TFDS_DATA_DIR": str(tmp_path / "data"),
-    }
-    done = python("-c", IN_A_FRESH_PROCESS, env=environ, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "1442 (8, 8, 1) uint8 10"
-    assert (tmp_path / "data" / "tfdist_digits" / "1.0.0").is_dir()
-    assert sorted(path.name for path in package.iterdir()) == before
 
 
 def test_a_missing_scikit_learn_gives_the_install_command(tmp_path, monkeypatch):

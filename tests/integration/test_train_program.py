@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 
 from tests import forked_python
-from tests.processes import until
 from tests.refusals import refused
 from tfdist.checkpoint.model_state import weights_sha256
 from tfdist.outputs.run_directory import RunDirectory
@@ -153,25 +152,6 @@ def test_a_run_is_exported_in_its_precision(finished):
     assert served.get_layer("normalize").compute_dtype == "float32"
     hidden, logits = [layer.compute_dtype for layer in model.layers if layer.weights][-2:]
     assert (hidden, logits) == ("bfloat16", "float32")
-
-
-def test_a_killed_run_ends_like_an_undisturbed_one(finished, tmp_path):
-    run_dir = tmp_path / "run"
-    arguments = [*SHORT, "--config.seed=5"]
-    often = ("--config.backup_every_steps=4", f"--config.run_dir={run_dir}")
-    process = forked_python.Program("-m", "tfdist.train", *arguments, *often)
-    try:
-        until(lambda: [*run_dir.glob("checkpoints/step-*")], within_s=DEADLINE_S)
-    finally:
-        process.kill()
-        process.wait()
-    resumed = trained(run_dir, *arguments)
-    assert resumed["resumed_from_step"] in (None, *range(4, 22))
-    # Saving more often changes nothing either.
-    reference = RunDirectory(finished).read_summary() or {}
-    for name in ("weights_sha256", "state_sha256", "metrics", "steps", "examples", "status"):
-        assert resumed[name] == reference[name], name
-    assert without_rate(run_dir) == without_rate(finished)
 
 
 def without_rate(run_dir: Path) -> list[dict[str, Any]]:

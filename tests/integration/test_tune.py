@@ -227,13 +227,6 @@ def test_the_values_of_the_journal_are_kept(tmp_path):
         assert search.ask().trial == "2"
 
 
-@pytest.mark.parametrize("tuner", ["cmaes", "gp"])
-def test_random_values_of_a_trial_are_no_warnings(tmp_path, tuner):
-    """Optuna would warn in each trial of each value in a conditional scope."""
-    oracle = search_of(tuner, space_of(tmp_path, LINE), tmp_path, [], max_trials=3)._oracle
-    assert oracle._new_sampler(0)._warn_independent_sampling is False
-
-
 @pytest.mark.parametrize(
     ("tuner", "source", "says"),
     [

@@ -112,35 +112,13 @@ def test_keras_tuners_own_search_trains_with_the_engine(given, tmp_path, monkeyp
     assert model.evaluate(X, Y, verbose=0)[1] == pytest.approx(best.score)
 
 
-def test_the_best_epoch_file_is_resumed_with_the_trial(tmp_path):
-    path, shapes = tmp_path / "trial_1" / "x", {"input_shape": [None, 4]}
-    path.parent.mkdir()
+def test_a_best_epoch_of_a_checkpoint_names_no_other_file(tmp_path):
+    path = tmp_path / "trial_1" / "x"
     original = types.SimpleNamespace(
-        objective=keras_tuner.Objective("val_accuracy", "max"),
-        filepath=str(path),
-        best_value=-np.inf,
+        objective=keras_tuner.Objective("val_accuracy", "max"), filepath=str(path), best_value=0.9
     )
     saving = inside.SaveBest(original)
-    assert saving.get_state() == {"trial": "trial_1", "best": "-inf"}
-    saving.set_state({"trial": "trial_1", "best": "0.75"})
-    model = types.SimpleNamespace(get_build_config=lambda: shapes)
-    model.save_weights = lambda path: Path(path).write_text("whole")
-    saving.set_model(model)
-    saving.on_epoch_end(0, {"val_accuracy": 0.75})
-    assert not path.exists()
-    saving.on_epoch_end(1, {"val_accuracy": 0.8})
-    # What KerasTuner loads a model by that is built by its data; it writes it after the fit, to
-    # which a trial that is stopped does not come.
-    assert json.loads(path.with_name("build_config.json").read_text()) == shapes
-
-    def killed_within(path: str) -> None:
-        Path(path).write_text("ha")
-        raise KeyboardInterrupt
-
-    model.save_weights = killed_within
-    with pytest.raises(KeyboardInterrupt):
-        saving.on_epoch_end(2, {"val_accuracy": 0.9})
-    assert path.read_text() == "whole"
+    assert saving.get_state() == {"trial": "trial_1", "best": "0.9"}
     for state in ([], {}, {"trial": "../.."}, {"trial": "/etc"}, {"trial": "a/b"}, {"trial": ".."}):
         saving.set_state(state)
         assert saving._before is None
@@ -587,31 +565,3 @@ def test_a_tuner_inside_a_trial_deletes_no_files(tmp_path, monkeypatch):
     (tmp_path / "p" / "kept").touch()
     make_tuner(tmp_path, overwrite=True)
     assert (tmp_path / "p" / "kept").exists()
-
-
-def test_the_tuner_of_a_trial_builds_no_model(tmp_path, monkeypatch):
-    """A hypermodel that declares what its `fit` asks for has the values of the trial, too."""
-    built: list[Any] = []
-
-    class Declares(keras_tuner.HyperModel):
-        def declare_hyperparameters(self, hp: Any) -> None:
-            self.batch = hp.Choice("batch", [8, 16])
-
-        def build(self, hp: Any) -> keras.Model:
-            built.append(hp)
-            return by_layers(hp)
-
-    populate = BaseTuner._populate_initial_space
-    monkeypatch.setattr(BaseTuner, "_populate_initial_space", populate)  # to be given back
-    sweep_dir = tmp_path / "p-sweep"
-    sweep_dir.mkdir()
-    described = described_by(make_tuner(tmp_path, Declares()), sweep_dir)
-    Journal(sweep_dir / "journal.jsonl", time_of_day=lambda: 1.0).add("begun", **described)
-    trial.have_the_tuner_know_its_space(assigned(sweep_dir, batch=16))
-    built.clear()
-    tuner = make_tuner(tmp_path, Declares())
-    assert names_of(tuner) == {*NESTED, "batch"}
-    assert tuner.hypermodel.batch == 16
-    assert built == []
-    make_tuner(tmp_path / "of another search", Declares())
-    assert built != []

@@ -1,7 +1,6 @@
 """Jobs with an evaluator: beside tfdist.train, and in a program that stops early."""
 
 import json
-from pathlib import Path
 
 import keras
 import pytest
@@ -71,7 +70,3 @@ def test_an_evaluator_stops_a_ps_job_and_ends(tmp_path):
     assert asked["best_step"] == lines[0]["step"]
     assert asked["step"] == lines[2]["step"]
     assert lines[-1]["step"] >= asked["step"]
-
-
-def logs(folder: Path) -> str:
-    return "\n".join(f"== {file}\n{file.read_text()}" for file in sorted(folder.glob("*.log")))

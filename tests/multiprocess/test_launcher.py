@@ -22,6 +22,8 @@ from tests.multiprocess.jobs import (
     children,
     report,
 )
+from tests.multiprocess.trainings import ended
+from tests.multiprocess.warm import executed, forked
 from tests.processes import python
 from tfdist.errors import EXIT_USAGE
 
@@ -446,18 +448,24 @@ print("done", task)
 """
 
 
-@pytest.mark.parametrize("how", ["fit", "batch", "loop"])
-def test_a_second_lone_training_task_is_stopped_before_writing(launch, how):
-    start = "exec" if how == "fit" else "fork"
-    job = launch(ALONE, "--workers=2", f"--start={start}", "--run_dir=run", args=[how])
-    assert job.end() == EXIT_USAGE
-    assert len(list(Path().glob("written-*"))) == 1
+def alone(how, *flags, start=forked):
+    """Return the exit code and the output of a job, and how many tasks have written."""
+    Path("program.py").write_text(ALONE)
+    words = ("--workers=2", *flags, "program.py", how)
+    found = ended(Path("run"), *words, timeout_s=DEADLINE_S, start=start)
+    return *found, len(list(Path().glob("written-*")))
+
+
+@pytest.mark.parametrize(("how", "start"), [("fit", executed), ("batch", forked), ("loop", forked)])
+def test_a_second_lone_training_task_is_stopped_before_writing(launch, how, start):
+    code, said, written = alone(how, start=start)
+    assert (code, written) == (EXIT_USAGE, 1), said
     failure = report("run")["attempts"][0]["first_failure"]
     assert re.match(r"(fit|train_on_batch|apply): worker-\d and ", failure["cause"])
     assert "train separate models, as no task called tfdist.make_strategy()" in failure["cause"]
-    assert "Fix: add the line strategy = tfdist.make_strategy()" in job.text
-    assert "with strategy.scope()" in job.text
-    assert "Traceback" not in job.text
+    assert "Fix: add the line strategy = tfdist.make_strategy()" in said
+    assert "with strategy.scope()" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(
@@ -470,9 +478,8 @@ def test_a_second_lone_training_task_is_stopped_before_writing(launch, how):
     ],
 )
 def test_joint_and_chief_only_trainings_are_not_stopped(launch, how, flags, written):
-    job = launch(ALONE, "--workers=2", *flags, args=[how])
-    assert job.end() == 0
-    assert len(list(Path().glob("written-*"))) == written
+    code, said, found = alone(how, *flags)
+    assert (code, found) == (0, written), said
 
 
 # odd surroundings

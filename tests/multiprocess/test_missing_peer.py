@@ -14,6 +14,7 @@ CASES = {
     "chief of a ps job": (Task("chief", 0), Task("worker", 1)),
     "worker of a ps job": (Task("worker", 0), Task("chief", 0)),
     "worker": (Task("worker", 0), Task("worker", 1)),  # tensorflow/tensorflow#98217
+    "chief": (Task("worker", 1), Task("worker", 0)),
 }
 
 
@@ -53,7 +54,7 @@ def who_waits_names_whom_and_gives_up(tmp_path, case):
     task, missing = CASES[case]
     with held(4) as (a, b, chief, ps):
         cluster = ClusterSpec(chief=(chief,), worker=(a, b), ps=(ps,))
-        if case == "worker":
+        if "ps" not in case:
             cluster = ClusterSpec(worker=(a, b))
         waiting = Waiting(cluster, task, startup_timeout_s=3.0, said=tmp_path / case)
         yield

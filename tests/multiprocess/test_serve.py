@@ -36,9 +36,8 @@ from uvicorn.server import ServerState
 
 from tests.processes import until
 from tfdist.serving import front
-from tfdist.serving.model_versions import find_versions
 from tfdist.serving.protocol import Target
-from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor, _reserved
+from tfdist.serving.supervisor import _reserved
 
 DEADLINE_S = 120.0
 PREDICT = "/v1/models/m:predict"
@@ -554,48 +553,6 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path):
         running.process.kill()
         running.process.wait()
         running.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
-
-
-def supervisor_of(directory: Path) -> ServiceSupervisor:
-    """A supervisor of a model with one version, in this process."""
-    make_version(directory / "m", 1)
-    options = ServeOptions(directory=directory, rest_port=0, grpc_port=0)
-    modules = {"replica": "tests.multiprocess.programs.fake_replica"}
-    return ServiceSupervisor(options, modules=modules)
-
-
-def follow(supervisor: ServiceSupervisor, begin: Callable[[], None]) -> None:
-    """Have a supervisor begin something, and follow it to its end."""
-
-    async def run() -> None:
-        begin()
-        await asyncio.gather(*supervisor._tasks)
-
-    try:
-        asyncio.run(run())
-    finally:
-        supervisor._end()
-
-
-def test_a_version_written_during_its_load_is_not_served(tmp_path, caplog):
-    supervisor = supervisor_of(tmp_path)
-    receive = supervisor._receive_loaded
-
-    def write_and_receive(*what: Any) -> None:
-        (tmp_path / "m" / "1" / "assets").mkdir()
-        (tmp_path / "m" / "1" / "assets" / "vocabulary.txt").write_text("a part of it")
-        receive(*what)
-        for one in supervisor._replicas.values():  # as the front has the supervisor do
-            one.kill()
-
-    supervisor._receive_loaded = write_and_receive
-    found = find_versions(tmp_path / "m")
-    follow(supervisor, lambda: supervisor._set("m", supervisor._models["m"].scanned(found)))
-    assert "version 1 rejected: its files changed during loading" in caplog.text
-    again, starts, _ = (
-        supervisor._models["m"].scanned(find_versions(tmp_path / "m")).plan(itertools.count(9))
-    )
-    assert ([one.version for one in starts], again.refused) == ([1], {})
 
 
 def test_two_services_cannot_have_one_grpc_port():

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -71,29 +69,6 @@ def test_a_warm_process_is_reused_until_its_owner_ends(tmp_path):
         trial.runner.warm.start()
         pid = pid_of(trial)
     assert not Path(f"/proc/{pid}").exists(), "it goes on importing for nobody"
-
-
-def test_a_trial_survives_its_killed_warm_process(tmp_path):
-    source = """
-import time
-while not (run_dir / "go").exists(): time.sleep(0.05)
-done(1); finish()
-"""
-    with warmed(tmp_path, source) as trial:
-        killed: list[int] = []
-
-        def kill() -> None:
-            if (trial.run_dir / "told.json").exists() and not killed:
-                killed.append(pid_of(trial))
-                os.kill(killed[0], signal.SIGKILL)
-                (trial.run_dir / "go").touch()
-
-        trial.meanwhile = kill
-        assert isinstance(trial.run(), Completed)
-        (trial.run_dir / "summary.json").unlink()
-        (trial.run_dir / "metrics.jsonl").unlink()
-        assert isinstance(trial.run(), Completed)
-        assert told(trial)["warm"] == pid_of(trial) != killed[0]
 
 
 @pytest.mark.parametrize("victim", ["server", "pid"])

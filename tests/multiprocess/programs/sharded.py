@@ -1,4 +1,4 @@
-"""A multiworker job with sharded optimizers: ``sharded.py OUT SECTION...``.
+"""A multiworker job with sharded optimizers: ``sharded.py OUT``.
 
 Each optimizer trains the same model twice, with whole slots and with sharded ones: all of them in
 the steps of one loop, and by `tfdist.fit` those that do more there than to apply gradients.
@@ -58,7 +58,6 @@ OPTIMIZERS = {
     ),
     "loss_scale_factor": lambda: optimizers.Adam(0.01, loss_scale_factor=8.0),
 }
-OF_MANY_WORKERS = ("momentum", "adam", "adagrad", "ftrl", "clipnorm", "ema", "loss_scaling")
 BY_FIT = {"ema_often": 1, "accumulation": 1, "loss_scaling": 3}  # epochs
 BY_A_NORM = ("clipnorm", "global_clipnorm")
 BY_ROWS = (
@@ -175,17 +174,15 @@ def weights_seen():
 
     Where it clips gradients by rows by their norm, which has another last bit: how far apart.
     """
-    many = current_job().num_replicas > 2
-    names = OF_MANY_WORKERS if many else tuple(OPTIMIZERS)
-    both = [trained_together(names, sharded=sharded) for sharded in (False, True)]
-    seen = {name: [state_of(*one[name]) for one in both] for name in names}
-    for name, epochs in () if many else BY_FIT.items():
+    both = [trained_together(OPTIMIZERS, sharded=sharded) for sharded in (False, True)]
+    seen = {name: [state_of(*one[name]) for one in both] for name in OPTIMIZERS}
+    for name, epochs in BY_FIT.items():
         models = [made(OPTIMIZERS[name], by_rows=name in BY_ROWS) for _ in range(2)]
         for model, sharded in zip(models, (False, True), strict=True):
             trained(model, sharded=sharded, epochs=epochs)
         seen[f"{name} by fit"] = [state_of(model.weights, model.optimizer) for model in models]
     weights, state = ({name: [one[n] for one in seen[name]] for name in seen} for n in (0, 1))
-    return {"weights": weights, "state": state, "apart": {} if many else apart_by_a_norm()}
+    return {"weights": weights, "state": state, "apart": apart_by_a_norm()}
 
 
 def apart_by_a_norm():
@@ -270,6 +267,5 @@ SECTIONS = {
     "refusals": refusals_seen,
 }
 strategy = tfdist.make_strategy()
-for section in sys.argv[2:]:
-    file = OUT / f"{section}-{current_job().name}.json"
-    file.write_text(json.dumps(SECTIONS[section]()))
+for section, seen in SECTIONS.items():
+    (OUT / f"{section}-{current_job().name}.json").write_text(json.dumps(seen()))

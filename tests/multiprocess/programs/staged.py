@@ -10,12 +10,14 @@ accumulates gradients and keeps a ledger;
 ``shapes`` trains models of every shape of graph, evaluates them and saves them.
 """
 
+import functools
 import json
 import logging
 import os
 import pathlib
 import signal
 import sys
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -148,16 +150,23 @@ def trains(strategy):
 
 
 def trains_shapes(strategy):
-    """Trains a model of each shape, evaluates it and predicts; the chief saves it."""
+    """Trains a model of each shape, evaluates it and predicts; the chief saves it.
+
+    Each second one has the other schedule, recomputes activations and has fused kernels.
+    """
     seen = {"history": {}, "evaluated": {}, "predicted": {}}
-    for name, make in graphs.SHAPES.items():
+    place = current_job().stages
+    ways = [place.options, replace(place.options, schedule="gpipe", keep="recompute")]
+    for number, (name, make) in enumerate(graphs.SHAPES.items()):
+        object.__setattr__(place, "options", ways[number % 2])
         keras.utils.set_random_seed(1 if tfdist.is_chief() else 99)
         with strategy.scope():
             model = make()
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile("adam", keras.tree.map_structure(lambda _, loss=loss: loss, model.output))
         data, flags = graphs.batches_of(model, 14, batch=8), {"verbose": 0}
-        seen["history"][name] = tfdist.fit(model, data, seed=3, **flags).history["loss"]
+        fit = functools.partial(tfdist.fit, fused_kernels=bool(number % 2), seed=3, **flags)
+        seen["history"][name] = fit(model, data).history["loss"]
         seen["evaluated"][name] = keras.tree.flatten(tfdist.evaluate(model, data, **flags))
         predicted = keras.tree.flatten(tfdist.predict(model, data, **flags))
         seen["predicted"][name] = [output.tolist() for output in predicted]
@@ -172,7 +181,8 @@ if __name__ == "__main__":
     options = PipelineOptions(
         split_size="auto" if DOES == "tries" else 4,
         cut="auto" if DOES in MEASURED else CUTS[STAGES],
-        keep="compiled" if DOES == "compiled" else "tape",
+        keep="compiled" if DOES == "compiled" else "recompute" if STAGES == 3 else "tape",
+        schedule="gpipe" if STAGES == 3 else "1f1b",
     )
     strategy = tfdist.make_strategy(pipeline=options)
     for DOES in ALL:  # what is defined above reads it

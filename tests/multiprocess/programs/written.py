@@ -1,6 +1,6 @@
 """Trains with every callback of Keras that writes or decides, and with validation data.
 
-written.py OUT KIND [kills]; with ``kills`` the last task kills itself in the first attempt, after
+written.py OUT [kills]; with ``kills`` the last task kills itself in the first attempt, after
 the callbacks have written an epoch and before the checkpoint at the end of that epoch.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 import tfdist
 
-OUT, KIND, KILLS = pathlib.Path(sys.argv[1]), sys.argv[2], "kills" in sys.argv
+OUT, KILLS = pathlib.Path(sys.argv[1]), "kills" in sys.argv
 CONFIG = json.loads(os.environ["TF_CONFIG"])
 EPOCHS, KILLED_IN = 4, 2
 random = np.random.default_rng(0)
@@ -69,7 +69,6 @@ with strategy.scope():
     optimizer = keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)
     model.compile(optimizer, "mse", metrics=["mae"])
 C = keras.callbacks
-within = {"pipeline": []}  # an epoch, where it is refused
 callbacks = [
     tfdist.Run(seed=3),
     tfdist.BackupAndRestore(OUT.with_suffix(".backup"), save_freq=3),
@@ -81,7 +80,7 @@ callbacks = [
     C.ModelCheckpoint(OUT / "e{epoch}-{val_loss:.2f}.keras"),
     C.ModelCheckpoint(OUT / "best.keras", save_best_only=True),
     tfdist.ModelCheckpoint(OUT / "whole.keras"),
-    *within.get(KIND, [C.ModelCheckpoint(OUT / "s{epoch}-{batch}.keras", save_freq=3)]),
+    C.ModelCheckpoint(OUT / "s{epoch}-{batch}.keras", save_freq=3),
     C.CSVLogger(OUT / "log.csv"),
     C.TensorBoard(OUT / "board", histogram_freq=1, write_images=True, update_freq=2),
     C.RemoteMonitor(f"http://127.0.0.1:{server.server_port}"),
