@@ -19,7 +19,14 @@ from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.files import write_json
 from tfdist.launch.agent import lock_host
 from tfdist.launch.diagnosis import Watchdog
-from tfdist.launch.ending import closing_lines, command_of, continued_run, resume_command, shown
+from tfdist.launch.ending import (
+    SPAWN,
+    closing_lines,
+    command_of,
+    continued_run,
+    resume_command,
+    shown,
+)
 from tfdist.launch.events import (
     STOP_CODES,
     Message,
@@ -43,6 +50,7 @@ from tfdist.launch.multihost.hosts import (
     decided_group,
     own_address,
     refuse_launchers_in_a_step,
+    refuse_several_launchers,
     terms,
 )
 from tfdist.launch.multihost.leader import Team
@@ -94,7 +102,10 @@ def run_job(
         _remark(f"continuing {shown(run_dir)}")
     run_dir, given = run_dir or chosen_run_dir(options.run_dir, environ), options
     group = None
-    if options.where == "local" and options.hosts is None:
+    is_here = options.where == "local" and options.hosts is None
+    if options.program.target != SPAWN:  # any process may call tfdist.spawn
+        refuse_several_launchers(environ, is_here=is_here)
+    if is_here:
         refuse_launchers_in_a_step(environ)
     else:
         options, group = decided_group(options, environ)
