@@ -1,6 +1,7 @@
 """Checkpoints and models in a bucket: `memory://`, and a file system that fails."""
 
 import logging
+from pathlib import Path
 from unittest.mock import Mock
 
 import fsspec
@@ -312,3 +313,17 @@ def test_an_unreadable_url_is_a_one_line_error(strategies, monkeypatch):
         TfdistError, match=r"^memory://m.keras cannot be read: ConnectionError: ref"
     ):
         load(model, "memory://m.keras")
+
+
+def test_a_path_made_from_a_url_is_refused(tmp_path, monkeypatch, machine, strategies):
+    monkeypatch.chdir(tmp_path)
+    machine("here")
+    model, path = make(strategies), Path(URL)
+    where = ("memory:/bucket/run", "path-of-url")
+    assert refused(lambda: tfdist.BackupAndRestore(path)) == where
+    assert refused(lambda: tfdist.export_model(model, path)) == where
+    assert refused(lambda: tfdist.load_weights(model, path)) == where
+    saver = tfdist.ModelCheckpoint(path / "m.keras")
+    name = "memory:/bucket/run/m.keras"
+    assert refused(lambda: fit(model, saver, url=URL, epochs=1)) == (name, "path-of-url")
+    assert not Path("memory:").exists()

@@ -26,13 +26,13 @@ LINES = {
     "launch": 8_389,
     "strategy": 3_318,
     "data": 2_621,
-    "checkpoint": 2_858,
+    "checkpoint": 2_867,
     "training": 8_373,
     "ps, pipeline": 4_858,
     "elastic": 1_906,
     "tuning": 2_916,
     "serving": 3_060,
-    "around": 6_768,  # report, outputs, app, find, ops, audit, configs and the programs
+    "around": 6_770,  # report, outputs, app, find, ops, audit, configs and the programs
 }
 ROOMS = {
     **dict.fromkeys(

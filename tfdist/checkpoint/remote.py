@@ -38,8 +38,17 @@ _RETRY_S = 1.0
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a URL of fsspec, such as ``s3://bucket/run``."""
-    return "://" in os.fspath(path)
+    """Return whether a path is a URL of fsspec, such as ``s3://bucket/run``.
+
+    Raises:
+      UsageError: pathlib has removed a slash of a URL.
+    """
+    text = os.fspath(path)
+    if re.match(r"[a-z][a-z0-9+.-]+:/(?!/)", text):
+        problem = "pathlib removed a slash of this URL, so it would name a local path"
+        fix = f"pass the URL as text, {text.replace(':/', '://', 1)!r}"
+        raise UsageError(text, problem, fix=fix, code="path-of-url")
+    return "://" in text
 
 
 def opened(url: str) -> tuple[Any, str]:
