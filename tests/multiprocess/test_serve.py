@@ -564,6 +564,17 @@ def supervisor_of(directory: Path) -> ServiceSupervisor:
     return ServiceSupervisor(options, modules=modules)
 
 
+def test_a_file_in_the_working_directory_replaces_no_module(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise ImportError('not the module of Python')")
+    monkeypatch.chdir(tmp_path)
+    supervisor = supervisor_of(tmp_path / "models")
+    try:
+        process = supervisor._spawn("replica", stdin=subprocess.DEVNULL)
+        assert process.wait(DEADLINE_S) == 0  # it got no order
+    finally:
+        supervisor._end()
+
+
 def follow(supervisor: ServiceSupervisor, begin: Callable[[], None]) -> None:
     """Have a supervisor begin something, and follow it to its end."""
 
