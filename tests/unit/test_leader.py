@@ -181,12 +181,15 @@ def test_waits_end_in_time_for_heartbeats_of_hosts(world):
     assert [call.args for call in world.local.wait.call_args_list] == [(0.5,), (0.2,), (0.5,)]
 
 
-def test_a_launcher_holds_the_lock_of_its_run_directory_while_agents_start(monkeypatch, tmp_path):
-    team = Mock(gather=lambda: RunDir(tmp_path).__enter__())
+@pytest.mark.parametrize("name", ["", "new"])
+def test_a_launcher_locks_its_run_directory_while_agents_start(monkeypatch, tmp_path, name):
+    run_dir = tmp_path / name
+    team = Mock(gather=lambda: RunDir(run_dir).__enter__())
     monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
     monkeypatch.setattr(job_run, "_hub", Mock())
     with pytest.raises(UsageError, match="another job"):
-        job_run._lead(Mock(job=Mock(run_dir=tmp_path)))
+        job_run._lead(Mock(job=Mock(run_dir=run_dir)))
+    assert run_dir.exists() == (not name)  # no job has started in the new directory
 
 
 def test_a_failing_launcher_ends_its_agents(monkeypatch, tmp_path):

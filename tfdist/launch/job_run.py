@@ -281,15 +281,13 @@ def _lead(part: HostPart) -> int:
     code = EXIT_FAILED
     with contextlib.ExitStack() as stack:
         is_new = not os.path.exists(run_path)
-        if not is_new:  # lock it first: new agents would kill the agents of a job that runs there
-            run_dir = stack.enter_context(RunDir(run_path))
+        # Lock it first: new agents would kill the agents of a job that runs there.
+        run_dir = stack.enter_context(RunDir(run_path))
         try:
             if (stop_signal := team.gather()) is not None:
                 code = exit_code_for(stop_signal)
             else:
                 screen.announce(team.roll_call())
-                if is_new:
-                    run_dir = stack.enter_context(RunDir(run_path))
                 screen.announce(f"run directory {run_path}")
                 code = JobRun(part.job, team, screen=screen, run_dir=run_dir).run()
         except TfdistError as error:
@@ -297,6 +295,8 @@ def _lead(part: HostPart) -> int:
             raise
         finally:
             team.end(code)
+            if is_new and not run_dir.attempt:
+                run_dir.discard()
     return code
 
 
