@@ -132,6 +132,8 @@ class Option:
             return f"{shown} is not {_IN_WORDS[self.type]}"
         if self.default is None and isinstance(value, str) and not value.strip():
             return "the value is empty"
+        if self.name in ("run_dir", "sweep_dir") and re.match(r"[a-z][a-z0-9+.-]+:/", str(value)):
+            return f"{shown} is a URL, and the directory must be local (callbacks accept URLs)"
         if self.type not in ("int", "float") or value == self.default:
             return ""
         is_within = (

@@ -164,6 +164,13 @@ def test_a_child_without_memory_leaves_the_parent_running(strategies, monkeypatc
         tfdist.find_batch_size(make(strategies[1]), X, Y, first=1)
 
 
+def test_a_file_in_the_working_directory_replaces_no_module(strategies, tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise ImportError('not the module of Python')")
+    monkeypatch.chdir(tmp_path)
+    found = tfdist.find_batch_size(make(strategies[1]), X, Y, first=8, most=8, steps=1)
+    assert found.per_replica == 8
+
+
 # The learning rate that the losses suggest.
 
 

@@ -259,6 +259,17 @@ COMPARING = {
 }
 
 
+def test_an_empty_batch_of_a_stream_is_refused(one_stage):
+    with one_stage().scope():
+        model = model_with()
+    types = [tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in (X, Y)]
+    batches = tf.data.Dataset.from_generator(
+        lambda: ((X[:size], Y[:size]) for size in (8, 0, 8)), output_signature=tuple(types)
+    )
+    found = refusal(lambda: tfdist.fit(model, batches, verbose=0))
+    assert (found.where, found.problem) == ("pipeline", "the batch of step 2 has no examples")
+
+
 class Draws(L.Layer):
     def call(self, x):
         return x * tf.random.uniform([])

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from tfdist.errors import EXIT_OK
+from tfdist.errors import EXIT_OK, EXIT_USAGE
 from tfdist.outputs.run_directory import RunDirectory
 
 DEADLINE_S = 240
@@ -40,3 +40,9 @@ def test_two_ranks_train_like_two_launcher_tasks(tmp_path):
     same = RunDirectory(tasks).read_summary()
     assert same is not None
     assert made["weights_sha256"] == same["weights_sha256"]
+
+
+def test_a_launcher_in_each_rank_is_refused():
+    done = run([*MPIRUN, *LAUNCH, "-m", "this"])
+    assert done.returncode == EXIT_USAGE, done.stdout + done.stderr
+    assert "mpi: this launcher is one of 2 processes" in done.stderr

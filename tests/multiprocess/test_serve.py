@@ -37,7 +37,7 @@ from uvicorn.server import ServerState
 from tests.processes import until
 from tfdist.serving import front
 from tfdist.serving.protocol import Target
-from tfdist.serving.supervisor import _reserved
+from tfdist.serving.supervisor import ServeOptions, ServiceSupervisor, _reserved
 
 DEADLINE_S = 120.0
 PREDICT = "/v1/models/m:predict"
@@ -553,6 +553,25 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path):
         running.process.kill()
         running.process.wait()
         running.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+
+
+def supervisor_of(directory: Path) -> ServiceSupervisor:
+    """A supervisor of a model with one version, in this process."""
+    make_version(directory / "m", 1)
+    options = ServeOptions(directory=directory, rest_port=0, grpc_port=0)
+    modules = {"replica": "tests.multiprocess.programs.fake_replica"}
+    return ServiceSupervisor(options, modules=modules)
+
+
+def test_a_file_in_the_working_directory_replaces_no_module(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise ImportError('not the module of Python')")
+    monkeypatch.chdir(tmp_path)
+    supervisor = supervisor_of(tmp_path / "models")
+    try:
+        process = supervisor._spawn("replica", stdin=subprocess.DEVNULL)
+        assert process.wait(DEADLINE_S) == 0  # it got no order
+    finally:
+        supervisor._end()
 
 
 def test_two_services_cannot_have_one_grpc_port():

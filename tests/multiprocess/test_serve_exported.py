@@ -137,7 +137,9 @@ def test_a_running_training_is_published(tmp_path):
             follows.kill()
 
 
-def test_a_run_publishes_its_best_checkpoints_by_itself(tmp_path):
+def test_a_run_publishes_its_best_checkpoints_by_itself(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise ImportError('not the module of Python')")
+    monkeypatch.chdir(tmp_path)
     model = own_model()
 
     def steps_after(epochs: int) -> list[int]:

@@ -2,11 +2,15 @@
 
 import contextlib
 import os
+import stat
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
 
 from tests.clock import Clock
+from tests.refusals import refused
+from tfdist.launch.agent import lock_host
 from tfdist.launch.multihost.agents import Hub
 from tfdist.launch.multihost.pipe import BEAT_EVERY_S, SILENT_S, Pipe
 
@@ -171,3 +175,23 @@ def test_refusals_of_agents_and_shells_have_a_fix(world):
     ((_, first),) = news(hub)
     assert str(first).startswith("b: cannot start an agent: Permission denied. ")
     assert str(first).endswith("Fix: add a key")
+
+
+def test_a_lock_file_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    lock = partial(lock_host, "run", "a", within_s=1.0, pipe=Mock(lost=False))
+    os.close(lock())
+    (path,) = tmp_path.iterdir()
+    with monkeypatch.context() as other:
+        other.setattr(os, "fstat", lambda fd: Mock(st_mode=stat.S_IFREG, st_uid=-1, st_nlink=1))
+        assert refused(lock) == (str(path), "not-writable")
+    kept = tmp_path / "kept"
+    kept.write_text("text")
+    for link in (path.symlink_to, path.hardlink_to):
+        path.unlink()
+        link(kept)
+        assert refused(lock) == (str(path), "not-writable")
+    path.unlink()
+    os.mkfifo(path)
+    assert refused(lock) == (str(path), "not-writable")
+    assert kept.read_text() == "text"

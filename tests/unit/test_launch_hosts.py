@@ -10,6 +10,8 @@ import pytest
 from tests.processes import script
 from tests.refusals import refusal, refused
 from tests.unit.histories import short
+from tests.unit.test_cluster_environment import recorded
+from tfdist.launch.ending import SPAWN
 from tfdist.launch.job_run import run_job
 from tfdist.launch.multihost import on_ray
 from tfdist.launch.multihost.agents import shell_of
@@ -168,9 +170,9 @@ def step(nodes):
     )
 
 
-def planned_here(environ):
+def planned_here(environ, *, program="this"):
     """Exit code of a job on this machine, of which only the plan is printed."""
-    return run_job(parse(["--dry_run", "--strategy=single", "-m", "this"]), environ=environ)
+    return run_job(parse(["--dry_run", "--strategy=single", "-m", program]), environ=environ)
 
 
 def test_several_launchers_in_a_step_are_refused():
@@ -178,6 +180,41 @@ def test_several_launchers_in_a_step_are_refused():
         assert refused(lambda start=start: start(step(2))) == ("srun", "nested-launcher")
     for environ in (slurm(3), step(1), {**step(2), "TFDIST_CLUSTER": "none"}):
         assert planned_here(environ) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("mpi_open_mpi_one_host", "mpi"),
+        ("mpi_open_mpi_two_hosts", "mpi"),
+        ("mpi_hydra_one_host", "mpi"),
+        ("kubernetes_job_set", "hosts"),
+        ("skypilot_two_nodes", "skypilot"),
+        ("lws_group_of_three", "lws"),
+        ("sagemaker_two_hosts", "sagemaker"),
+    ],
+)
+def test_a_launcher_of_several_processes_is_refused(name, source):
+    for environ in recorded(name):
+        assert refused(lambda e=environ: planned_here(e)) == (source, "nested-launcher")
+        assert planned_here({**environ, "TFDIST_CLUSTER": "none"}) == 0
+        in_a_task = {**environ, "_TFDIST_JOB": "mark"}
+        assert planned_here(in_a_task) == 0
+        assert planned_here(environ, program=SPAWN) == 0  # any process may call tfdist.spawn
+
+
+def test_a_launcher_with_hosts_may_run_on_one_node_of_a_platform():
+    hosts = partial(run_job, parse(["--hosts", "b:2,c:2", "--rsh", "false", "-m", "this"]))
+    for name in ("skypilot_two_nodes", "kubernetes_job_set"):
+        error = refusal(lambda name=name: hosts(environ=recorded(name)[0]))
+        assert error.code == "cannot-start-agent"
+    ranks = recorded("mpi_open_mpi_one_host")[0]
+    assert refused(lambda: hosts(environ=ranks)) == ("mpi", "nested-launcher")
+
+
+@pytest.mark.parametrize("name", ["mpi_open_mpi_one_rank", "slurm_sbatch_plain", "slurm_srun_n1"])
+def test_a_launcher_that_runs_once_is_not_refused(name):
+    assert [planned_here(environ) for environ in recorded(name)] == [0]
 
 
 def test_an_allocation_has_a_worker_on_each_node():

@@ -194,17 +194,20 @@ def lead(monkeypatch, tmp_path):
     """Leads a job on several hosts with a given team."""
     monkeypatch.setattr(job_run, "_hub", Mock())
 
-    def lead(team):
+    def lead(team, run_dir=tmp_path / "run"):
         monkeypatch.setattr(job_run, "Team", Mock(return_value=team))
-        job_run._lead(Mock(job=Mock(run_dir=tmp_path / "run")))
+        job_run._lead(Mock(job=Mock(run_dir=run_dir)))
 
     return lead
 
 
-def test_a_launcher_holds_the_lock_of_its_run_directory_while_agents_start(lead, tmp_path):
-    (tmp_path / "run").mkdir()
+@pytest.mark.parametrize("name", ["", "new"])
+def test_a_launcher_locks_its_run_directory_while_agents_start(lead, tmp_path, name):
+    run_dir = tmp_path / name
+    team = Mock(gather=lambda: RunDir(run_dir).__enter__())
     with pytest.raises(UsageError, match="another job"):
-        lead(Mock(gather=lambda: RunDir(tmp_path / "run").__enter__()))
+        lead(team, run_dir)
+    assert run_dir.exists() == (not name)  # no job has started in the new directory
 
 
 def test_a_failing_launcher_ends_its_agents(lead):

@@ -14,6 +14,7 @@ import tfdist
 from tests.refusals import refusal
 from tfdist.launch.options import split
 from tfdist.options import (
+    JobOptions,
     JobSettings,
     LaunchFlags,
     TrainFlags,
@@ -152,3 +153,11 @@ def test_only_the_name_of_a_flag_is_translated():
     assert underscored("--run-dir=a-b") == "--run_dir=a-b"
     assert underscored("-h") == "--help"
     assert underscored("--dry-run") == "--dry_run"
+
+
+@pytest.mark.parametrize("given", ["gs://bucket/run", "gs:/bucket/run"])
+def test_a_run_directory_at_a_url_is_refused(given):
+    problem = f"{given!r} is a URL, and the directory must be local (callbacks accept URLs)"
+    assert refusal(lambda: JobOptions(run_dir=given)).problem == problem
+    assert JobOptions(run_dir="/mnt/gs:/bucket").run_dir
+    assert Path(given) == Path("gs:/bucket/run")  # a Path has no second slash

@@ -68,7 +68,7 @@ class PublishModel(keras.callbacks.Callback):
             words.append("--best")
         words += ["--model", self._make or str(_written(self.model, checkpoints))]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tfdist.export", *words],
+            [sys.executable, "-m", "tfdist", "export", *words],
             stdin=subprocess.PIPE,
             stdout=2,
             env=_environ(os.environ),

@@ -18,7 +18,6 @@ import shutil
 import tempfile
 import threading
 import uuid
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,17 @@ _RETRY_S = 1.0
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a URL of fsspec, such as ``s3://bucket/run``."""
-    return "://" in os.fspath(path)
+    """Return whether a path is a URL of fsspec, such as ``s3://bucket/run``.
+
+    Raises:
+      UsageError: pathlib has removed a slash of a URL.
+    """
+    text = os.fspath(path)
+    if re.match(r"[a-z][a-z0-9+.-]+:/(?!/)", text):
+        problem = "pathlib removed a slash of this URL, so it would name a local path"
+        fix = f"pass the URL as text, {text.replace(':/', '://', 1)!r}"
+        raise UsageError(text, problem, fix=fix, code="path-of-url")
+    return "://" in text
 
 
 def opened(url: str) -> tuple[Any, str]:
@@ -141,7 +149,7 @@ class RemoteCheckpoints:
         self._url = url.rstrip("/")
         self._system, self._root = opened(url)
         self._store = store
-        self._pending: deque[str] = deque()
+        self._pending: list[str] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -216,13 +224,14 @@ class RemoteCheckpoints:
     def resume(self) -> None:
         """Upload the local checkpoints that a killed process has not uploaded."""
         with contextlib.suppress(Exception):  # unreachable: the next save retries
-            newest = max(map(_serial, self.complete()), default=0)
+            complete = self.complete()
+            oldest = min(map(_serial, complete), default=0)
             for name in self._store.names():
-                if _serial(name) > newest:
+                if name not in complete and _serial(name) > oldest:
                     self.upload(name)
 
     def upload(self, name: str) -> None:
-        """Upload a local checkpoint in the background."""
+        """Upload a local checkpoint in the background, before the checkpoints that still wait."""
         with self._changed:
             self._is_closing = False
             self._pending.append(name)
@@ -253,7 +262,7 @@ class RemoteCheckpoints:
                 self._changed.wait_for(lambda: self._pending or self._is_closing)
                 if not self._pending:
                     return
-                name = self._pending[0]
+                name = self._pending[-1]  # the newest: the process may be killed
             try:
                 with self._store.holding(name) as exists:
                     if exists:  # newer checkpoints have not replaced it
@@ -287,21 +296,23 @@ class RemoteCheckpoints:
             if failures:
                 _LOG.info("%s: uploads succeed again", self._url)
             failures, last_tries = 0, _TRIES
-            self._pending.popleft()
+            with self._changed:
+                self._pending.remove(name)
 
     def _upload(self, name: str) -> None:
         # Newer checkpoints may have replaced some before their upload. Claim their serials, too:
         # another job may have continued there.
         for serial in range(min(self._store.first_serial, _serial(name)), _serial(name) + 1):
             self._claim(serial)
-        self._store.first_serial = _serial(name) + 1
+        self._store.first_serial = max(self._store.first_serial, _serial(name) + 1)
         for file in _FILES:
             path = str(self._store.directory / name / file)
             self._system.put_file(path, f"{self._root}/{name}/{file}")
-        self._note_newest(_serial(name))
+        note = self._noted(_NEWEST)
+        self._note_newest(max(_serial(name), int(note) if note.isdigit() else 0))
         found = files_in(self._system, self._root)
         newest = _complete(found)[-1]
-        if _serial(newest) > _serial(name) and not (self._store.directory / newest).exists():
+        if _serial(newest) > _serial(name) and not self._has_claimed(_serial(newest)):
             raise self._second_writer()
         try:
             self._discard_old(found)

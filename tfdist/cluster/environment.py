@@ -340,6 +340,17 @@ SOURCES: Mapping[str, Reader] = {
 """Readers by their names in TFDIST_CLUSTER, in order of precedence."""
 
 
+def num_processes(source: str, environ: Mapping[str, str]) -> int:
+    """Return the number of processes that a source started with this process (1 if unknown)."""
+    if source == "mpi":  # the hosts of the ranks may be unknown
+        names = _names_of_mpi(environ)
+        return needed(environ, names[0], least=1) if names else 1
+    with contextlib.suppress(UsageError):
+        config = SOURCES[source](environ, JobSettings())
+        return len(config.cluster.tasks()) if config else 1
+    return 1
+
+
 def detect(environ: Mapping[str, str]) -> TaskConfig | None:
     """Return the config of this process's task, `None` for a single process without settings."""
     job_settings = settings.from_environ(environ)

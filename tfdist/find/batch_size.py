@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import psutil
 
 from tfdist.check import available_bytes
 from tfdist.errors import TfdistError, UsageError, require, require_int, require_number
-from tfdist.launch.guardian import die_with
+from tfdist.launch.guardian import bootstrap_command, die_with
 from tfdist.launch.machine import nvidia_smi
 from tfdist.options import CLUSTER
 
@@ -160,7 +160,7 @@ def try_out(request: Mapping[str, Any], limits: Limits, *, timeout_s: float) -> 
     more = {"parent": os.getpid(), "gpu_limit_bytes": gpu_limit_bytes}
     with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", "tfdist.find.batch_size"],
+            bootstrap_command(__name__),
             stdin=subprocess.PIPE,
             stdout=answer,
             stderr=output,
@@ -225,7 +225,7 @@ def _trial(size: int, status: int, cause: str, answer: str, output: str) -> Batc
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in environ.items() if not name.startswith(_CLUSTER)}
-    kept["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    kept["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     kept[CLUSTER] = "none"
     return kept
 
@@ -356,7 +356,7 @@ def gpu_bytes() -> tuple[int, ...]:
 _OUT_OF_MEMORY = re.compile(r"ResourceExhausted|\bOOM\b|bad_alloc|out of memory|MemoryError")
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Run a trial, write its answer and return 0."""
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keep the program's output out of the answer
@@ -444,7 +444,3 @@ def _peak_bytes() -> int:
     """Return this process's peak memory. (getrusage would include the parent before the exec.)"""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

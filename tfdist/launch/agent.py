@@ -8,18 +8,20 @@ agent calls its `serve`. The tasks write to the agent's standard error.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import select
 import signal
+import stat
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdist.errors import EXIT_PEER_MISSING, TfdistError
+from tfdist.errors import EXIT_PEER_MISSING, TfdistError, UsageError
 from tfdist.launch.events import Message
 from tfdist.launch.multihost.pipe import BEAT_EVERY_S, SILENT_S, Pipe
 
@@ -73,7 +75,18 @@ def lock_host(run_dir: str, host: str, *, within_s: float, pipe: Pipe) -> int:
     """
     name = hashlib.sha256(f"{run_dir}\0{host}".encode()).hexdigest()[:16]
     path = os.path.join(tempfile.gettempdir(), f"tfdist-{os.getuid()}-{name}.lock")
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_nlink > 1:
+            raise OSError(errno.EPERM, "it is not a file of this user")
+    except OSError as error:  # every user of the host may make a file of this name
+        raise UsageError(
+            path,
+            f"cannot lock the file ({error.strerror})",
+            fix="remove the file, or pass another --run_dir",
+            code="not-writable",
+        ) from None
     deadline_s = time.monotonic() + within_s
     while not pipe.lost:
         with contextlib.suppress(BlockingIOError):

@@ -1,7 +1,7 @@
-"""Entry file of a task's Python: imports this copy of tfdist and runs one of its modules.
+"""Entry file of a process of tfdist: imports this copy of tfdist and runs `main` of a module.
 
-The launcher runs this file by its path, so that tasks use the launcher's copy of tfdist.
-`sys.path` then has only the entries that the program expects.
+tfdist runs this file by its path, so that the process uses the same copy of tfdist. `sys.path`
+then has only the entries that a program expects, and not the working directory.
 """
 
 import sys
@@ -15,4 +15,5 @@ if __name__ == "__main__":
     sys.path.insert(0, root)
     import_module("tfdist")  # only the package: a backport beside it must not replace a module
     sys.path.remove(root)
-    import_module("tfdist.launch." + sys.argv[1]).main(sys.argv[2:])
+    name = sys.argv[1] if "." in sys.argv[1] else f"tfdist.launch.{sys.argv[1]}"
+    sys.exit(import_module(name).main(sys.argv[2:]))

@@ -46,7 +46,10 @@ def bound_command(command: Sequence[str]) -> list[str]:
 
 
 def bootstrap_command(module: str, *args: str) -> list[str]:
-    """Return a command that runs `main` of a launcher module in a new Python."""
+    """Return a command that runs `main` of a module in a new Python.
+
+    A name without dots is a module of the launcher. The working directory is not searched.
+    """
     return [sys.executable, _BOOTSTRAP, module, *args]
 
 

@@ -19,7 +19,14 @@ from tfdist.errors import EXIT_FAILED, TfdistError, UsageError
 from tfdist.files import write_json
 from tfdist.launch.agent import lock_host
 from tfdist.launch.diagnosis import Watchdog
-from tfdist.launch.ending import closing_lines, command_of, continued_run, resume_command, shown
+from tfdist.launch.ending import (
+    SPAWN,
+    closing_lines,
+    command_of,
+    continued_run,
+    resume_command,
+    shown,
+)
 from tfdist.launch.events import (
     STOP_CODES,
     Message,
@@ -43,6 +50,7 @@ from tfdist.launch.multihost.hosts import (
     decided_group,
     own_address,
     refuse_launchers_in_a_step,
+    refuse_several_launchers,
     terms,
 )
 from tfdist.launch.multihost.leader import Team
@@ -94,7 +102,10 @@ def run_job(
         _remark(f"continuing {shown(run_dir)}")
     run_dir, given = run_dir or chosen_run_dir(options.run_dir, environ), options
     group = None
-    if options.where == "local" and options.hosts is None:
+    is_here = options.where == "local" and options.hosts is None
+    if options.program.target != SPAWN:  # any process may call tfdist.spawn
+        refuse_several_launchers(environ, is_here=is_here)
+    if is_here:
         refuse_launchers_in_a_step(environ)
     else:
         options, group = decided_group(options, environ)
@@ -270,15 +281,13 @@ def _lead(part: HostPart) -> int:
     code = EXIT_FAILED
     with contextlib.ExitStack() as stack:
         is_new = not os.path.exists(run_path)
-        if not is_new:  # lock it first: new agents would kill the agents of a job that runs there
-            run_dir = stack.enter_context(RunDir(run_path))
+        # Lock it first: new agents would kill the agents of a job that runs there.
+        run_dir = stack.enter_context(RunDir(run_path))
         try:
             if (stop_signal := team.gather()) is not None:
                 code = exit_code_for(stop_signal)
             else:
                 screen.announce(team.roll_call())
-                if is_new:
-                    run_dir = stack.enter_context(RunDir(run_path))
                 screen.announce(f"run directory {run_path}")
                 code = JobRun(part.job, team, screen=screen, run_dir=run_dir).run()
         except TfdistError as error:
@@ -286,6 +295,8 @@ def _lead(part: HostPart) -> int:
             raise
         finally:
             team.end(code)
+            if is_new and not run_dir.attempt:
+                run_dir.discard()
     return code
 
 

@@ -92,6 +92,13 @@ class RunDir:
     def __exit__(self, *error: object) -> None:
         self._lock.release()
 
+    def discard(self) -> None:
+        """Remove the directory of a job that has not started, unless it has other files."""
+        with contextlib.suppress(OSError):
+            self._lock.path.unlink()
+            self._lock.path.parent.rmdir()
+            self.path.rmdir()
+
     def start_attempt(self) -> Path:
         """Set `attempt` to the next number, and create and return its log directory."""
         self.attempt = next_attempt(self.path)

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.errors import PeerLost
+from tfdist.errors import PeerLost, require
 from tfdist.pipeline.link import StageLink
 from tfdist.pipeline.schedule import Pass
 from tfdist.pipeline.stage import MicroBatch, Stage, StageLinks, Tensors
@@ -246,6 +246,13 @@ class PipelineEngine(Engine):
         self, staged: StagedModel, program: StepProgram, step: int, batch: _StageBatch
     ) -> list[MicroBatch]:
         rows, place = int(batch.rows), self._place
+        require(
+            rows,
+            "pipeline",
+            f"the batch of step {step + 1} has no examples",
+            fix="leave empty batches out, for example with filter(lambda x, y: len(x) > 0)",
+            code="no-data",
+        )
         sizes, found = staged.sizes_of(rows), []
         # This pipeline's part of the step's micro-batches.
         low, high = (len(sizes) * (place.pipeline + i) // place.pipelines for i in (0, 1))

@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -574,8 +574,8 @@ async def run(options: FrontOptions, rest: socket.socket, grpc_address: str) -> 
     return 0
 
 
-def main() -> int:
-    supervisor, rest, grpc_address, text = sys.argv[1:]
+def main(argv: Sequence[str]) -> int:
+    supervisor, rest, grpc_address, text = argv
     die_with(int(supervisor))
     options = FrontOptions(**json.loads(text))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
@@ -587,7 +587,3 @@ def main() -> int:
     loop_factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(run(options, socket.socket(fileno=int(rest)), grpc_address))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

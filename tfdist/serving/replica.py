@@ -19,6 +19,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,9 @@ _PIECE = 1 << 20
 _OBJECTS = 100_000  # new objects before Python's garbage collector runs
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Serve until the supervisor kills this process. Return 1 if the version fails to load."""
-    die_with(int(sys.argv[1]))
+    die_with(int(argv[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C: the supervisor ends replicas
     logging.getLogger("tensorflow").setLevel(logging.ERROR)  # drop warnings about Sessions
     status = os.fdopen(os.dup(1), "w", buffering=1)
@@ -109,7 +110,3 @@ def _encoded(id: int, answer: bytes | RequestError, batch: int) -> bytes:
     if isinstance(answer, RequestError):
         return encode_error(id, answer)
     return encode_frame(Frame(id, FrameKind.ANSWER, answer, batch))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 from tfdist.errors import TfdistError, opening_port
 from tfdist.files import one_line_errors
 from tfdist.launch.events import STOP_SIGNALS, signal_name
+from tfdist.launch.guardian import bootstrap_command
 from tfdist.serving.front import FrontOptions
 from tfdist.serving.model_versions import (
     Model,
@@ -278,7 +278,7 @@ class ServiceSupervisor:
         module = self._modules[role]
         with one_line_errors(f"serve: cannot start {module}"):
             return subprocess.Popen(
-                [sys.executable, "-m", module, str(os.getpid()), *words],
+                bootstrap_command(module, str(os.getpid()), *words),
                 env={"TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ,
                 process_group=0,
                 **options,

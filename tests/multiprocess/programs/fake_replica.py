@@ -54,8 +54,8 @@ class FakeModel:
         return json.dumps({"predictions": asked, "by": [self.version, os.getpid()]}).encode()
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str]) -> int:
     fake = types.ModuleType("tfdist.serving.model")
     fake.ServedModel = FakeModel  # type: ignore[attr-defined]
     sys.modules["tfdist.serving.model"] = fake
-    sys.exit(replica.main())
+    return replica.main(argv)

@@ -25,7 +25,7 @@ from tfdist.launch.options import LaunchOptions, Program, file_of_program, refus
 from tfdist.launch.plan import JobDescription
 from tfdist.launch.processes import JobProcesses
 from tfdist.launch.screen import JobScreen
-from tfdist.options import CLUSTER, JobSettings
+from tfdist.options import CLUSTER, LAUNCHED, JobSettings
 
 _ANY_PORT = 9  # no data is sent to it
 LAUNCHER = "launcher"
@@ -243,6 +243,26 @@ def refuse_launchers_in_a_step(environ: Mapping[str, str]) -> None:
         f"{CLUSTER}=none for {count} separate jobs",
         code="nested-launcher",
     )
+
+
+def refuse_several_launchers(environ: Mapping[str, str], *, is_here: bool) -> None:
+    """Raise UsageError if mpirun or a platform has started this launcher in several processes.
+
+    With hosts of its own (not `is_here`), a launcher may run on only one node of a platform.
+    """
+    named = settings.text(environ, CLUSTER)
+    for source in environment.SOURCES if LAUNCHED not in environ else ():
+        if source in ("tf_config", "slurm") or named not in ("", "auto", source):
+            continue
+        count = environment.num_processes(source, environ)
+        require(
+            count < 2 or not (is_here or source == "mpi"),
+            source,
+            f"this launcher is one of {count} processes, and each would start a separate job",
+            fix="start the program without the launcher, or set "
+            f"{CLUSTER}=none for {count} separate jobs",
+            code="nested-launcher",
+        )
 
 
 def is_this_host(host: str, environ: Mapping[str, str]) -> bool:

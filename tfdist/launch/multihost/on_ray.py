@@ -21,7 +21,7 @@ from typing import Any
 from tfdist.errors import StartupTimeout, UsageError
 from tfdist.launch.guardian import bootstrap_command
 
-MODULE = "multihost.on_ray"
+MODULE = "tfdist.launch.multihost.on_ray"
 
 _READ_BYTES = 1 << 16
 _TURN_S, _CONNECT_S = 0.5, 10.0
