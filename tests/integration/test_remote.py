@@ -1,8 +1,6 @@
 """Checkpoints and models in a bucket: `memory://`, and a file system that fails."""
 
 import logging
-import threading
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -231,44 +229,6 @@ def test_an_upload_that_is_slower_than_the_saves_is_complete(store, monkeypatch,
     assert in_bucket() == {"step-000000001.1": {"arrays.bin", "manifest.json"}}
     assert "not uploaded" not in caplog.text
     assert local.steps() == [3]
-
-
-def test_the_newest_waiting_checkpoint_is_uploaded_first(store, monkeypatch):
-    """A process that is killed during slow uploads loses only older checkpoints."""
-    local, copy = store("a", keep=4)
-    order, may_go = [], threading.Event()
-
-    def wait(_, path):
-        order.append(path.split("/")[-2])
-        may_go.wait(60)
-
-    failing(monkeypatch, "put_file", wait)
-    first, *others = (local.write(n, {"a": np.full(3, n)}, meta={}).name for n in range(1, 5))
-    copy.upload(first)
-    while not order:
-        time.sleep(0.01)
-    for name in others:
-        copy.upload(name)
-    may_go.set()
-    copy.close()
-    assert list(dict.fromkeys(order)) == [first, *reversed(others)]
-    assert sorted(in_bucket()) == [first, *others]
-    local.close()
-    local, copy = store("a", keep=4)
-    assert local.steps() == [1, 2, 3, 4]  # the bucket is still known
-    saved(local, copy, 5)
-    assert max(in_bucket()) == "step-000000005.5"
-
-
-def test_the_next_start_uploads_checkpoints_before_the_newest(store):
-    local, copy = store("a")
-    names = [local.write(n, {"a": np.full(3, n)}, meta={}).name for n in range(1, 4)]
-    for name in (names[0], names[2]):
-        copy.upload(name)
-        copy.close()
-    copy.resume()
-    copy.close()
-    assert sorted(in_bucket()) == names
 
 
 def test_the_bucket_keeps_the_newest_checkpoints_and_the_best(store):

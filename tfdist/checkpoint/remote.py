@@ -18,6 +18,7 @@ import shutil
 import tempfile
 import threading
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ class RemoteCheckpoints:
         self._url = url.rstrip("/")
         self._system, self._root = opened(url)
         self._store = store
-        self._pending: list[str] = []
+        self._pending: deque[str] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -224,14 +225,13 @@ class RemoteCheckpoints:
     def resume(self) -> None:
         """Upload the local checkpoints that a killed process has not uploaded."""
         with contextlib.suppress(Exception):  # unreachable: the next save retries
-            complete = self.complete()
-            oldest = min(map(_serial, complete), default=0)
+            newest = max(map(_serial, self.complete()), default=0)
             for name in self._store.names():
-                if name not in complete and _serial(name) > oldest:
+                if _serial(name) > newest:
                     self.upload(name)
 
     def upload(self, name: str) -> None:
-        """Upload a local checkpoint in the background, before the checkpoints that still wait."""
+        """Upload a local checkpoint in the background."""
         with self._changed:
             self._is_closing = False
             self._pending.append(name)
@@ -262,7 +262,7 @@ class RemoteCheckpoints:
                 self._changed.wait_for(lambda: self._pending or self._is_closing)
                 if not self._pending:
                     return
-                name = self._pending[-1]  # the newest: the process may be killed
+                name = self._pending[0]
             try:
                 with self._store.holding(name) as exists:
                     if exists:  # newer checkpoints have not replaced it
@@ -296,23 +296,21 @@ class RemoteCheckpoints:
             if failures:
                 _LOG.info("%s: uploads succeed again", self._url)
             failures, last_tries = 0, _TRIES
-            with self._changed:
-                self._pending.remove(name)
+            self._pending.popleft()
 
     def _upload(self, name: str) -> None:
         # Newer checkpoints may have replaced some before their upload. Claim their serials, too:
         # another job may have continued there.
         for serial in range(min(self._store.first_serial, _serial(name)), _serial(name) + 1):
             self._claim(serial)
-        self._store.first_serial = max(self._store.first_serial, _serial(name) + 1)
+        self._store.first_serial = _serial(name) + 1
         for file in _FILES:
             path = str(self._store.directory / name / file)
             self._system.put_file(path, f"{self._root}/{name}/{file}")
-        note = self._noted(_NEWEST)
-        self._note_newest(max(_serial(name), int(note) if note.isdigit() else 0))
+        self._note_newest(_serial(name))
         found = files_in(self._system, self._root)
         newest = _complete(found)[-1]
-        if _serial(newest) > _serial(name) and not self._has_claimed(_serial(newest)):
+        if _serial(newest) > _serial(name) and not (self._store.directory / newest).exists():
             raise self._second_writer()
         try:
             self._discard_old(found)
