@@ -26,7 +26,7 @@ LINES = {
     "launch": 8_414,
     "strategy": 3_314,
     "data": 2_621,
-    "checkpoint": 2_869,
+    "checkpoint": 2_867,
     "training": 8_373,
     "ps, pipeline": 4_865,
     "elastic": 1_909,

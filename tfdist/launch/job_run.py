@@ -95,6 +95,9 @@ def run_job(
     search = [os.getcwd(), *sys.path]
     check_program(options.program)
     _check_tf_config(options.program, environ)
+    is_here = options.where == "local" and options.hosts is None
+    if options.program.target != SPAWN:  # any process may call tfdist.spawn
+        refuse_several_launchers(environ, is_here=is_here)
     unread = [n for n in settings.NAMES if n not in _READ and settings.text(environ, n)]
     if unread:
         _remark(f"{', '.join(unread)}: ignored, because the launcher reads only its flags")
@@ -102,9 +105,6 @@ def run_job(
         _remark(f"continuing {shown(run_dir)}")
     run_dir, given = run_dir or chosen_run_dir(options.run_dir, environ), options
     group = None
-    is_here = options.where == "local" and options.hosts is None
-    if options.program.target != SPAWN:  # any process may call tfdist.spawn
-        refuse_several_launchers(environ, is_here=is_here)
     if is_here:
         refuse_launchers_in_a_step(environ)
     else:

@@ -260,7 +260,7 @@ def refuse_several_launchers(environ: Mapping[str, str], *, is_here: bool) -> No
             source,
             f"this launcher is one of {count} processes, and each would start a separate job",
             fix="start the program without the launcher, or set "
-            f"{CLUSTER}=none for {count} separate jobs",
+            f"{CLUSTER}=none if only this process starts a job",
             code="nested-launcher",
         )
 
