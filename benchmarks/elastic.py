@@ -13,7 +13,7 @@ second call and an addition (0.45 ms). In TensorFlow, the gradients of one batch
 on a core, those of 32 take 1.75 ms. With shared memory, 1.20 was expected.
 
 The step of the dense model varies by a fifth from run to run, as the arrays of both workers exceed
-the cache that they share. With 4 shards, medians of several runs were 1.13 to 1.25 of multiworker's.
+the cache that they share. With 4 shards, medians of several runs were 1.13 to 1.25 of the peer's.
 Now the tasks ask for pages of 2 MiB (GLIBC_TUNABLES). In 8 interleaved runs of each side this took
 0.92 of the time with 4 shards (6.5 ms) and 0.96 under multiworker (5.8 ms), so 1.12 was expected.
 
